@@ -1,0 +1,1 @@
+"""Starts data_prep and pretrain on clusters: SLURM, launchers, planning."""

@@ -1,0 +1,36 @@
+"""`python -m ROOM COMMAND ...`: finds the command's module only when it is called.
+
+Each command is a module with `main(argv) -> int | None`, so that `--help` of one command does not
+import what another needs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from difflib import get_close_matches
+from importlib import import_module
+
+from configs.errors import UserError, run_cli
+
+
+def dispatch(room: str, about: str, commands: Mapping[str, tuple[str, str]]) -> None:
+    """Runs the command named by sys.argv[1]. commands: name -> (module with main(argv), one line)."""
+
+    def main() -> int | None:
+        if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
+            width = max(map(len, commands))
+            print(f"usage: python -m {room} COMMAND ...\n\n{about}\n\ncommands:")
+            for name, (_, line) in commands.items():
+                print(f"  {name:<{width}}  {line}")
+            print(f"\n`python -m {room} COMMAND --help` says more about one.")
+            return 0 if len(sys.argv) > 1 else 2
+        name = sys.argv[1]
+        if name not in commands:
+            near = get_close_matches(name, commands, 1)
+            hint = f"did you mean {near[0]}?" if near else f"commands: {', '.join(commands)}"
+            raise UserError(f"python -m {room}: no command {name!r}", hint)
+        result: int | None = import_module(commands[name][0]).main(sys.argv[2:])
+        return result
+
+    run_cli(main)

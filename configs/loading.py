@@ -1,0 +1,173 @@
+"""Reads recipes and profiles: YAML on typed dataclasses, `base:` files, `key=value` overrides.
+
+Importing this costs 0.1 s, so that a wrong key is refused before torch is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from configs.errors import UserError
+from configs.schema import Profile, Recipe, ShardsConfig
+
+T = TypeVar("T")
+HERE = Path(__file__).parent
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe at `path` (a file, or the name of one in configs/recipes) with overrides applied.
+
+    Raises:
+        UserError: no such file, broken YAML, unknown key, wrong type; names the key and its neighbour.
+    """
+    recipe = _load(Recipe, _find(path, "recipes"), overrides)
+    if not recipe.work_dir:
+        recipe.work_dir = f"runs/{recipe.name}"
+    recipe.shards = recipe.shards or {"len128": ShardsConfig()}
+    for position, phase in enumerate(recipe.phases):
+        if phase.shards not in recipe.shards:
+            raise UserError(
+                f"phases[{position}].shards={phase.shards} is not a set under `shards`",
+                f"known sets: {', '.join(recipe.shards)}",
+            )
+    return recipe
+
+
+def load_profile(path: str | Path, overrides: Sequence[str] = ()) -> Profile:
+    """The site profile at `path` or named in configs/profiles; errors as `load_recipe`."""
+    return _load(Profile, _find(path, "profiles"), overrides)
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """A dataclass of this schema as plain dicts and lists (for JSON and YAML)."""
+    return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.structured(config)))
+
+
+def from_dict(schema: type[T], values: dict[str, Any], origin: str = "") -> T:
+    """The inverse of `to_dict`; refuses unknown keys and wrong types by name."""
+    return _build(schema, [(origin or schema.__name__, values)])
+
+
+def _find(path: str | Path, folder: str) -> Path:
+    path = Path(path)
+    for candidate in (path, HERE / folder / path, HERE / folder / f"{path}.yaml"):
+        if candidate.is_file():
+            return candidate
+    known = sorted(p.stem for p in (HERE / folder).glob("*.yaml"))
+    near = get_close_matches(path.stem, known, 1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    raise UserError(f"{path}: no such file", f"{hint}shipped {folder}: {', '.join(known)}")
+
+
+def _load(schema: type[T], path: Path, overrides: Sequence[str]) -> T:
+    layers: list[tuple[str, dict[str, Any]]] = []
+    _read_layers(path, layers, ())
+    for text in overrides:
+        key, sign, value = text.partition("=")
+        if not sign or not key or key.startswith("-"):
+            raise UserError(f"override {text!r} is not key=value", "for example train.stop_at=100")
+        try:
+            layers.append((f"override {text!r}", _nest(key.split("."), yaml.safe_load(value))))
+        except yaml.YAMLError as error:
+            raise UserError(f"override {text!r}: {error}", "quote the value") from None
+    return _build(schema, layers)
+
+
+def _nest(keys: list[str], value: Any) -> dict[str, Any]:
+    for key in reversed(keys):
+        value = {key: value}
+    return cast(dict[str, Any], value)
+
+
+def _read_layers(
+    path: Path, layers: list[tuple[str, dict[str, Any]]], seen: tuple[Path, ...]
+) -> None:
+    if path.resolve() in seen:
+        raise UserError(f"{path}: `base` leads back to itself", "break the circle of base files")
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not valid YAML: {error}", "check indentation and quotes") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: holds a {type(values).__name__}, not keys", "write key: value lines")
+    base = values.pop("base", None)
+    if base:
+        base_path = path.parent / base
+        if not base_path.is_file():
+            raise UserError(f"{path}: base={base}: no such file", "base is relative to this file")
+        _read_layers(base_path, layers, (*seen, path.resolve()))
+    layers.append((str(path), values))
+
+
+def _build(schema: type[T], layers: list[tuple[str, dict[str, Any]]]) -> T:
+    merged = OmegaConf.structured(schema)
+    for origin, values in layers:
+        values = _apply_list_overrides(merged, values, origin)
+        _check_keys(schema, values, origin, "")
+        try:
+            merged = OmegaConf.merge(merged, values)
+        except OmegaConfBaseException as error:
+            key = getattr(error, "full_key", None) or getattr(error, "key", "") or ""
+            text = (getattr(error, "msg", None) or str(error)).splitlines()[0]
+            raise UserError(f"{origin}: {key}: {text}", _expected(schema, str(key))) from None
+    return cast(T, OmegaConf.to_object(merged))
+
+
+def _apply_list_overrides(merged: Any, values: dict[str, Any], origin: str) -> dict[str, Any]:
+    """`phases.0.steps=10` reaches into a list: the list is rewritten with that one change."""
+    for key, value in values.items():
+        current = merged.get(key) if key in merged else None
+        if OmegaConf.is_list(current) and isinstance(value, dict):
+            items = cast(list[Any], OmegaConf.to_container(current))
+            for index, change in value.items():
+                if not str(index).isdigit() or int(index) >= len(items):
+                    raise UserError(
+                        f"{origin}: {key}.{index} does not exist", f"{key} has {len(items)} entries, counted from 0"
+                    )
+                items[int(index)] = _deep_merge(items[int(index)], change)
+            values = {**values, key: items}
+    return values
+
+
+def _deep_merge(old: Any, new: Any) -> Any:
+    if isinstance(old, dict) and isinstance(new, dict):
+        return {**old, **{k: _deep_merge(old.get(k), v) for k, v in new.items()}}
+    return new
+
+
+def _check_keys(schema: Any, values: Any, origin: str, prefix: str) -> None:
+    """Names an unknown key and the nearest known one, which OmegaConf's own message does not."""
+    origin_type, arguments = get_origin(schema), get_args(schema)
+    if origin_type in (list, dict):
+        inner = arguments[-1]
+        items = enumerate(values) if isinstance(values, list) else (values or {}).items() if isinstance(values, dict) else ()
+        for key, item in items:
+            _check_keys(inner, item, origin, f"{prefix}{key}.")
+        return
+    if not (isinstance(schema, type) and is_dataclass(schema)) or not isinstance(values, dict):
+        return
+    hints = get_type_hints(schema)
+    known = [f.name for f in fields(schema)]
+    for key, value in values.items():
+        if key not in known:
+            near = get_close_matches(str(key), known, 1)
+            hint = f"did you mean {prefix}{near[0]}?" if near else f"known here: {', '.join(known)}"
+            raise UserError(f"{origin}: unknown key {prefix}{key}", hint)
+        _check_keys(hints[key], value, origin, f"{prefix}{key}.")
+
+
+def _expected(schema: Any, key: str) -> str:
+    for part in key.replace("[", ".").replace("]", "").split("."):
+        if isinstance(schema, type) and is_dataclass(schema):
+            schema = get_type_hints(schema).get(part, schema)
+        elif get_args(schema):
+            schema = get_args(schema)[-1]
+    return f"expected {getattr(schema, '__name__', schema)}"

@@ -1,0 +1,1 @@
+"""Raw text to indexed Arrow shards of training rows."""

@@ -1,0 +1,1 @@
+"""Shards to a trained BERT: model, exact LAMB, packed batches, checkpoints, HF conversion."""
