@@ -95,9 +95,13 @@ def _read_layers(
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not valid YAML: {error}", "check indentation and quotes") from None
+        raise UserError(
+            f"{path}: not valid YAML: {error}", "check indentation and quotes"
+        ) from None
     if not isinstance(values, dict):
-        raise UserError(f"{path}: holds a {type(values).__name__}, not keys", "write key: value lines")
+        raise UserError(
+            f"{path}: holds a {type(values).__name__}, not keys", "write key: value lines"
+        )
     base = values.pop("base", None)
     if base:
         base_path = path.parent / base
@@ -130,7 +134,8 @@ def _apply_list_overrides(merged: Any, values: dict[str, Any], origin: str) -> d
             for index, change in value.items():
                 if not str(index).isdigit() or int(index) >= len(items):
                     raise UserError(
-                        f"{origin}: {key}.{index} does not exist", f"{key} has {len(items)} entries, counted from 0"
+                        f"{origin}: {key}.{index} does not exist",
+                        f"{key} has {len(items)} entries, counted from 0",
                     )
                 items[int(index)] = _deep_merge(items[int(index)], change)
             values = {**values, key: items}
@@ -148,7 +153,13 @@ def _check_keys(schema: Any, values: Any, origin: str, prefix: str) -> None:
     origin_type, arguments = get_origin(schema), get_args(schema)
     if origin_type in (list, dict):
         inner = arguments[-1]
-        items = enumerate(values) if isinstance(values, list) else (values or {}).items() if isinstance(values, dict) else ()
+        items = (
+            enumerate(values)
+            if isinstance(values, list)
+            else (values or {}).items()
+            if isinstance(values, dict)
+            else ()
+        )
         for key, item in items:
             _check_keys(inner, item, origin, f"{prefix}{key}.")
         return

@@ -24,7 +24,9 @@ class SourceConfig:
     kind: str = "text"
     path: str = ""  # file, folder or glob; for `hub` a data set name or a local folder in its shape
     name: str = ""  # how reports call it; the path's last part when empty
-    weight: float = 1.0  # share of its documents that is used; above 1 repeats with fresh pair draws
+    weight: float = (
+        1.0  # share of its documents that is used; above 1 repeats with fresh pair draws
+    )
     split: str = "train"  # hub only
     config: str = ""  # hub only: the data set's configuration, e.g. 20231101.en
     revision: str = ""  # hub only: e.g. refs/convert/parquet
@@ -163,7 +165,9 @@ class GuardConfig:
 @dataclass
 class TrainConfig:
     precision: str = "bf16"  # fp32 | bf16 | fp16 | fp8
-    stop_at: int = 0  # stop (with a checkpoint) after this many updates of the whole run; 0 = the end
+    stop_at: int = (
+        0  # stop (with a checkpoint) after this many updates of the whole run; 0 = the end
+    )
     eval_every: int = 0  # updates; 0 = only at start and end
     eval_rows: int = 4096  # held-out rows scored; 0 = all
     probe: str = ""  # a BLiMP parquet: scored by pseudo-log-likelihood at each evaluation
@@ -219,7 +223,9 @@ class Profile:
     modules: list[str] = field(default_factory=list)
     setup: list[str] = field(default_factory=list)  # shell lines, e.g. activate an environment
     environment: dict[str, str] = field(default_factory=dict)  # NCCL_SOCKET_IFNAME, ...
-    container: str = ""  # put before the command: `--container-image=...` of pyxis or `apptainer exec ...`
+    container: str = (
+        ""  # put before the command: `--container-image=...` of pyxis or `apptainer exec ...`
+    )
     container_srun_options: str = ""
     python: str = "python"
     offline: bool = False  # HF_HUB_OFFLINE=1 and no package index

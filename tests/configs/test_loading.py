@@ -1,0 +1,139 @@
+"""Recipes: typed, mergeable, and wrong keys named before anything heavy is imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+
+from configs import Recipe, UserError, load_recipe
+from configs.loading import from_dict, to_dict
+from configs.model import PRESETS, ModelConfig, padded_vocab, parameter_count, resolve_model
+
+SHIPPED = sorted((Path(__file__).parents[2] / "configs" / "recipes").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.stem)
+def test_every_shipped_recipe_loads_and_survives_a_round_trip(path):
+    recipe = load_recipe(path)
+    assert from_dict(Recipe, to_dict(recipe)) == recipe
+    resolve_model(recipe.model, vocab_size=30522)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("paralel.tp=2", ["paralel", "did you mean parallel"]),
+        ("parallel.tpp=2", ["parallel.tpp", "did you mean parallel.tp"]),
+        ("parallel.tp=two", ["parallel.tp", "two", "int"]),
+        ("phases.0.stps=1", ["phases.0.stps", "did you mean phases.0.steps"]),
+        ("phases.7.steps=1", ["phases.7", "1 entries"]),
+        ("shards.len128.max_len=1", ["max_len", "max_length"]),
+        ("train.precision", ["train.precision", "key=value"]),
+        ("--tp=2", ["--tp=2", "key=value"]),
+        ("phases.0.shards=len64", ["len64", "len128"]),
+        ("name=[", ["name=["]),
+    ],
+)
+def test_a_wrong_override_is_named_with_its_remedy(override, words):
+    with pytest.raises(UserError) as error:
+        load_recipe("demo", [override])
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_a_list_entry_is_overridden_alone():
+    before, after = load_recipe("demo"), load_recipe("demo", ["phases.0.schedule.lr=0.5"])
+    assert after.phases[0].schedule.lr == 0.5
+    assert after.phases[0].steps == before.phases[0].steps
+
+
+def test_base_files_are_merged_in_order_and_circles_refused(tmp_path):
+    (tmp_path / "a.yaml").write_text("base: b.yaml\nname: a\n")
+    (tmp_path / "b.yaml").write_text("name: b\nseed: 7\n")
+    recipe = load_recipe(tmp_path / "a.yaml")
+    assert (recipe.name, recipe.seed, recipe.work_dir) == ("a", 7, "runs/a")
+    (tmp_path / "b.yaml").write_text("base: a.yaml\n")
+    with pytest.raises(UserError, match="leads back to itself"):
+        load_recipe(tmp_path / "a.yaml")
+
+
+@pytest.mark.parametrize("text", ["a: [1", "- 1\n", "base: none.yaml\n", "\tname: x"])
+def test_broken_recipe_files_are_refused_by_name(tmp_path, text):
+    (tmp_path / "broken.yaml").write_text(text)
+    with pytest.raises(UserError, match=r"broken\.yaml"):
+        load_recipe(tmp_path / "broken.yaml")
+
+
+def test_a_missing_recipe_names_its_neighbour():
+    with pytest.raises(UserError, match="did you mean demo"):
+        load_recipe("dem")
+
+
+@pytest.mark.parametrize("room", ["data_prep", "pretrain", "cluster"])
+def test_rooms_list_their_commands_without_heavy_imports(room, repo):
+    code = f"import sys; sys.argv = ['{room}', '--help']; import runpy\ntry: runpy.run_module('{room}', run_name='__main__')\nexcept SystemExit as e: assert not e.code\nassert not {{'torch', 'transformers', 'deepspeed'}} & set(sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=repo, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "commands:" in done.stdout
+
+
+def test_an_unknown_command_is_one_line_and_exit_code_2(repo):
+    done = subprocess.run(
+        [sys.executable, "-m", "pretrain", "trian"], cwd=repo, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert "did you mean train?" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_parameter_counts_are_those_of_the_papers():
+    # BERT-large with MLM and NSP heads as Hugging Face builds it; Megatron sizes by name.
+    large = resolve_model(ModelConfig(preset="bert-large"), vocab_size=30522)
+    assert parameter_count(large) == 336_226_108
+    for preset, billions in (
+        ("megatron-1.3b", 1.3),
+        ("megatron-3.9b", 3.9),
+        ("megatron-8.3b", 8.3),
+    ):
+        config = resolve_model(ModelConfig(preset=preset), vocab_size=30522)
+        assert abs(parameter_count(config) / 1e9 - billions) < 0.05
+
+
+def test_b47_padded_vocabulary_sizes():
+    config = resolve_model(ModelConfig(preset="bert-large"), vocab_size=30522)
+    assert [padded_vocab(config, tp) for tp in (1, 2, 4, 8)] == [30592, 30720, 30720, 30720]
+
+
+def test_presets_divide_into_heads():
+    for preset in PRESETS:
+        config = resolve_model(ModelConfig(preset=preset), vocab_size=100)
+        assert config.hidden_size % config.num_heads == 0
+    with pytest.raises(UserError, match="num_heads=7"):
+        resolve_model(ModelConfig(num_heads=7), vocab_size=100)
+
+
+def test_every_recipe_key_has_a_reader(repo):
+    """A key that nothing reads is a dead switch: each field's name occurs outside the schema."""
+    sources = [
+        path.read_text(encoding="utf-8")
+        for room in ("data_prep", "pretrain", "cluster", "configs")
+        for path in (repo / room).rglob("*.py")
+        if path.name != "schema.py"
+    ]
+    code = "\n".join(sources)
+    dead, todo = [], [Recipe]
+    while todo:
+        schema = todo.pop()
+        for field in fields(schema):
+            hint = get_type_hints(schema)[field.name]
+            for inner in (hint, *getattr(hint, "__args__", ())):
+                if isinstance(inner, type) and is_dataclass(inner):
+                    todo.append(inner)
+            if f".{field.name}" not in code and f'"{field.name}"' not in code:
+                dead.append(f"{schema.__name__}.{field.name}")
+    assert not dead
