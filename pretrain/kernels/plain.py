@@ -1,0 +1,253 @@
+"""The kernels in plain torch: exact, differentiable by autograd, and the oracle for the others."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from pretrain.kernels.hashing import attention_keep, hidden_keep, keep_scale
+
+Tensor = torch.Tensor
+
+
+def dropout(x: Tensor, p: float, token_keys: Tensor, site: int, seed: int) -> Tensor:
+    """x [T, H] with values zeroed with probability p and the rest scaled up; the mask is counted."""
+    if p == 0.0:
+        return x
+    keep = hidden_keep(token_keys, x.shape[-1], p, seed, site)
+    return x * keep * keep_scale(p)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """LayerNorm over the last dimension (1607.06450)."""
+    return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+
+def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
+    """GELU(x + bias) through the error function (1606.08415, the exact form)."""
+    return F.gelu(x + bias)
+
+
+def bias_dropout_add_norm(
+    x: Tensor,
+    bias: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    norm_bias: Tensor,
+    eps: float,
+    p: float,
+    token_keys: Tensor,
+    site: int,
+    seed: int,
+) -> Tensor:
+    """LayerNorm(dropout(x + bias) + residual), the end of both halves of a post-LN layer. [T, H]"""
+    summed = dropout(x + bias, p, token_keys, site, seed) + residual
+    return layer_norm(summed, weight, norm_bias, eps)
+
+
+def embedding(ids: Tensor, weight: Tensor) -> Tensor:
+    """weight[ids]; ids int64 [T], weight [V, H] -> [T, H]."""
+    return F.embedding(ids, weight)
+
+
+def attention(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_length: int,
+    token_keys: Tensor,
+    p: float,
+    site: int,
+    seed: int,
+    first_head: int = 0,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """softmax(q k^T / sqrt(d)) v inside each packed row, with dropout of the probabilities.
+
+    Args:
+        qkv: [T, 3, heads, d] of this rank's heads. bias: added to it, [3, heads, d].
+        cu_seqlens: int32 [R + 1], where rows start; rows may be empty; none is longer than
+            `max_length`; the last entry is T.
+        first_head: global index of this rank's first head (dropout must not depend on tp).
+    Returns:
+        [T, heads * d]
+    """
+    if bias is not None:
+        qkv = qkv + bias
+    tokens, _, heads, width = qkv.shape
+    lengths = cu_seqlens.diff().long()
+    rows, device = len(lengths), qkv.device
+    # A padded copy [rows, max_length] is exact, since padding keys get no weight.
+    row = torch.repeat_interleave(torch.arange(rows, device=device), lengths, output_size=tokens)
+    position = torch.arange(tokens, device=device) - cu_seqlens.long()[row]
+    slot = row * max_length + position
+    padded = qkv.new_zeros(rows * max_length, 3, heads, width).index_copy(0, slot, qkv)
+    q, k, v = padded.view(rows, max_length, 3, heads, width).permute(2, 0, 3, 1, 4)
+    # An empty row looks at its first (zero) key, lest softmax over nothing give NaN gradients.
+    visible = torch.arange(max_length, device=device) < lengths.clamp(min=1)[:, None]
+    mask = visible[:, None, None, :]
+    if p == 0.0:
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    else:
+        scores = (q @ k.transpose(-1, -2)) / math.sqrt(width)
+        scores = scores.masked_fill(~mask, float("-inf"))
+        wide = torch.promote_types(scores.dtype, torch.float32)
+        probabilities = scores.softmax(-1, dtype=wide)
+        keys = token_keys.new_zeros(rows * max_length).index_copy(0, slot, token_keys)
+        keep = attention_keep(keys, heads, first_head, max_length, p, seed, site)
+        keep = keep.view(rows, max_length, heads, max_length).transpose(1, 2)
+        out = (probabilities * keep * keep_scale(p)).to(v.dtype) @ v
+    return out.transpose(1, 2).reshape(rows * max_length, heads * width).index_select(0, slot)
+
+
+class _VocabularyLoss(torch.autograd.Function):
+    """Cross-entropy over logits split by vocabulary over a group (or whole, group None)."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, weights: Tensor, start: int, group: Any):
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        local = labels - start
+        mine = (local >= 0) & (local < wide.shape[1])
+        index = torch.where(mine, local, 0)[:, None]
+        target = torch.where(mine, wide.gather(1, index)[:, 0], float("-inf"))
+        # A shard may hold padding alone, so only the maximum over the group is known finite.
+        largest = wide.amax(1)
+        if group is not None:
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+            dist.all_reduce(target, dist.ReduceOp.MAX, group)
+        exponents = (wide - largest[:, None]).exp_()
+        total = exponents.sum(1)
+        if group is not None:
+            dist.all_reduce(total, group=group)
+        loss = ((total.log() + largest - target) * weights).sum()
+        correct = ((target == largest) & (weights > 0)).sum().to(wide.dtype)
+        ctx.save_for_backward(exponents.div_(total[:, None]), index, mine, weights)
+        ctx.dtype = logits.dtype
+        ctx.mark_non_differentiable(correct)
+        return loss, correct
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor, _: Tensor):  # type: ignore[override]
+        probabilities, index, mine, weights = ctx.saved_tensors
+        one_hot = mine.to(probabilities.dtype)[:, None]
+        grad = probabilities.scatter_add(1, index, -one_hot)
+        grad *= (grad_loss * weights)[:, None]
+        return grad.to(ctx.dtype), None, None, None, None
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    labels: Tensor,
+    weights: Tensor,
+    vocab_start: int,
+    true_vocab: int,
+    tp_group: Any = None,
+) -> tuple[Tensor, Tensor]:
+    """Weighted sum of -log softmax(hidden weight^T + bias)[label], and how many were right.
+
+    Args:
+        hidden: [M, H]. Under tensor parallelism it must have come through
+            copy_to_tensor_model_parallel_region: its gradient here is this rank's part.
+        weight, bias: [V_local, H], [V_local], rows vocab_start.. of the padded vocabulary.
+        labels: int64 [M], global. weights: [M] (0 = padding).
+        true_vocab: columns from here on are padding and get no probability.
+    Returns:
+        (loss sum, count of positions with weight whose label has the largest logit), both of
+        the whole vocabulary, equal on every rank of `tp_group`.
+    """
+    logits = F.linear(hidden, weight, bias)
+    padding = vocab_start + weight.shape[0] - true_vocab
+    if padding > 0:
+        columns = torch.arange(weight.shape[0], device=logits.device) + vocab_start
+        logits = logits.masked_fill(columns >= true_vocab, float("-inf"))
+    return _VocabularyLoss.apply(logits, labels, weights, vocab_start, tp_group)
+
+
+@dataclass
+class LambTable:
+    """Which slices of a flat partition are which tensor.
+
+    starts, numels: of each slice, in elements of the flat tensors; slices do not overlap. A slice
+    may be part of a tensor (ZeRO) or empty; its index is the tensor's index in `norms`.
+    decays: weight decay of each.
+    """
+
+    starts: list[int]
+    numels: list[int]
+    decays: list[float]
+
+    def __post_init__(self) -> None:
+        if not len(self.starts) == len(self.numels) == len(self.decays):
+            raise ValueError("starts, numels and decays differ in length")
+
+
+def _update(param, exp_avg, exp_avg_sq, decay, eps, correction1, correction2):
+    return (exp_avg / correction1) / ((exp_avg_sq / correction2).sqrt() + eps) + decay * param
+
+
+@torch.no_grad()
+def lamb_moments(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    table: LambTable,
+    *,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    correction1: float,
+    correction2: float,
+    grad_scale: Tensor,
+) -> Tensor:
+    """First pass of LAMB (1904.00962): moments in place, squared norms of weights and updates.
+
+    Args:
+        param, exp_avg, exp_avg_sq: flat fp32 [N]. grad: flat [N], fp32 or lower.
+        correction1, correction2: 1 - beta ** step, or 1.0 without bias correction.
+        grad_scale: fp32 scalar tensor the gradient is multiplied by first (clipping, unscaling).
+    Returns:
+        fp32 [2, tensors]: squared norms of this slice of the weight, and of its update. Sum them
+        over the ranks that hold slices, then `lamb_apply` with ratio = sqrt(first / second).
+    """
+    norms = torch.zeros(2, len(table.starts), dtype=param.dtype, device=param.device)
+    for i, (start, numel, decay) in enumerate(zip(table.starts, table.numels, table.decays)):
+        if numel == 0:
+            continue
+        p, m, v = (x[start : start + numel] for x in (param, exp_avg, exp_avg_sq))
+        g = grad[start : start + numel].to(param.dtype) * grad_scale
+        m.mul_(beta1).add_(g, alpha=1 - beta1)
+        v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+        norms[0, i] = p.square().sum()
+        norms[1, i] = _update(p, m, v, decay, eps, correction1, correction2).square().sum()
+    return norms
+
+
+@torch.no_grad()
+def lamb_apply(
+    param: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    table: LambTable,
+    ratios: Tensor,
+    *,
+    lr: float,
+    eps: float,
+    correction1: float,
+    correction2: float,
+    low: Tensor | None = None,
+) -> None:
+    """Second pass: param -= lr * ratio * update, and its rounded copy into `low` if given."""
+    for i, (start, numel, decay) in enumerate(zip(table.starts, table.numels, table.decays)):
+        if numel == 0:
+            continue
+        p, m, v = (x[start : start + numel] for x in (param, exp_avg, exp_avg_sq))
+        p -= _update(p, m, v, decay, eps, correction1, correction2) * (ratios[i] * lr)
+        if low is not None:
+            low[start : start + numel].copy_(p)
