@@ -1,0 +1,57 @@
+"""Who this process is among tp x dp, and the process groups of both directions.
+
+World = dp x tp, tensor-parallel ranks next to each other (so that they share a node). Megatron-core
+makes the groups; with tp 1 nothing of it is imported.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Groups:
+    """tp_group is None at tp 1, dp_group is None at dp 1: then no collective is ever called."""
+
+    tp: int
+    dp: int
+    tp_rank: int
+    dp_rank: int
+    tp_group: Any = None
+    dp_group: Any = None
+
+    @property
+    def rank(self) -> int:
+        return self.dp_rank * self.tp + self.tp_rank
+
+    @property
+    def world(self) -> int:
+        return self.tp * self.dp
+
+
+SINGLE = Groups(1, 1, 0, 0)
+
+
+def make_groups(tp: int, world: int, rank: int) -> Groups:
+    """Groups of this process; torch.distributed must be initialised when world > 1."""
+    if world == 1:
+        return SINGLE
+    import torch.distributed as dist
+
+    if tp == 1:
+        return Groups(1, world, 0, rank, None, dist.group.WORLD)
+    from megatron.core import parallel_state
+
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
+    dp = world // tp
+    return Groups(
+        tp,
+        dp,
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_data_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_group(),
+        parallel_state.get_data_parallel_group() if dp > 1 else None,
+    )

@@ -1,0 +1,209 @@
+"""The layer classes that a model is built from: plain ones, and tensor-parallel ones.
+
+A linear returns x W^T *without* its bias, which the model hands to the fused kernel that comes
+next. Sharded parameters carry `tensor_model_parallel` and `partition_dim`, as Megatron-core's do.
+The collectives are Megatron-core's autograd mappings; with tp 1 there is none and no copy.
+
+With sequence parallelism (2205.05198) activations between a row and the next column layer are
+[T / tp, H]: every rank holds a contiguous T / tp of the tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Lookup = Callable[[Tensor, Tensor], Tensor]
+
+
+def _empty(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(shape))
+
+
+class Linear(nn.Module):
+    """weight [out, in], bias [out]; forward gives [..., out] without the bias."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.weight = _empty(out_features, in_features)
+        self.bias = _empty(out_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+class Embedding(nn.Module):
+    """weight [rows, hidden]; forward gives [T, hidden] through `lookup(ids, weight)`."""
+
+    def __init__(self, rows: int, hidden: int) -> None:
+        super().__init__()
+        self.weight = _empty(rows, hidden)
+
+    def forward(self, ids: Tensor, lookup: Lookup) -> Tensor:
+        return lookup(ids, self.weight)
+
+
+class Norm(nn.Module):
+    """The two vectors of a LayerNorm; the kernels do the arithmetic."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden))
+        self.bias = _empty(hidden)
+
+
+class PlainLayers:
+    """One process holds every weight."""
+
+    tp = 1
+    rank = 0
+    group: Any = None
+    sequence_parallel = False
+
+    def column(self, in_features: int, out_features: int) -> Linear:
+        """Linear whose output features are spread over the ranks."""
+        return Linear(in_features, out_features)
+
+    def row(self, in_features: int, out_features: int) -> Linear:
+        """Linear whose input features are spread over the ranks; its output is whole."""
+        return Linear(in_features, out_features)
+
+    def vocabulary(self, rows: int, hidden: int) -> Embedding:
+        """Word embedding whose rows are spread over the ranks."""
+        return Embedding(rows, hidden)
+
+    def vocabulary_bias(self, rows: int) -> nn.Parameter:
+        return _empty(rows)
+
+    def chunk(self, x: Tensor) -> Tensor:
+        """This rank's tokens of [T, ...] where activations are token-sharded, else all of them."""
+        return x
+
+    def whole(self, x: Tensor) -> Tensor:
+        """[T / tp, H] of every rank -> [T, H]; what follows is computed alike on every rank."""
+        return x
+
+    def before_vocabulary(self, x: Tensor) -> Tensor:
+        """Marks a replicated input of a vocabulary-sharded product (its gradients are summed)."""
+        return x
+
+    def gather_vocabulary(self, logits: Tensor) -> Tensor:
+        """[M, V / tp] of every rank -> [M, V] (no gradient)."""
+        return logits
+
+
+class TensorParallelLayers(PlainLayers):
+    """Every rank of `group` holds 1 / tp of each sharded weight (1909.08053, section 3)."""
+
+    def __init__(self, group: Any, sequence_parallel: bool = False) -> None:
+        self.group = group
+        self.tp = group.size()
+        self.rank = group.rank()
+        self.sequence_parallel = sequence_parallel
+
+    def column(self, in_features: int, out_features: int) -> Linear:
+        return ColumnLinear(self, in_features, out_features)
+
+    def row(self, in_features: int, out_features: int) -> Linear:
+        return RowLinear(self, in_features, out_features)
+
+    def vocabulary(self, rows: int, hidden: int) -> Embedding:
+        return VocabularyEmbedding(self, rows, hidden)
+
+    def vocabulary_bias(self, rows: int) -> nn.Parameter:
+        return _sharded(_empty(rows // self.tp), 0)
+
+    def chunk(self, x: Tensor) -> Tensor:
+        if not self.sequence_parallel:
+            return x
+        size = x.shape[0] // self.tp
+        return x[self.rank * size : (self.rank + 1) * size]
+
+    def whole(self, x: Tensor) -> Tensor:
+        if not self.sequence_parallel:
+            return x
+        from megatron.core.tensor_parallel import mappings
+
+        return mappings.gather_from_sequence_parallel_region(
+            x, tensor_parallel_output_grad=False, group=self.group
+        )
+
+    def before_vocabulary(self, x: Tensor) -> Tensor:
+        from megatron.core.tensor_parallel import mappings
+
+        return mappings.copy_to_tensor_model_parallel_region(x, group=self.group)
+
+    def gather_vocabulary(self, logits: Tensor) -> Tensor:
+        import torch.distributed as dist
+
+        parts = [torch.empty_like(logits) for _ in range(self.tp)]
+        dist.all_gather(parts, logits.contiguous(), group=self.group)
+        return torch.cat(parts, dim=-1)
+
+
+def _sharded(parameter: nn.Parameter, dim: int) -> nn.Parameter:
+    from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+
+    set_tensor_model_parallel_attributes(parameter, True, dim, 1)
+    return parameter
+
+
+class ColumnLinear(Linear):
+    """weight [out / tp, in], bias [out / tp]."""
+
+    def __init__(self, layers: TensorParallelLayers, in_features: int, out_features: int) -> None:
+        super().__init__(in_features, out_features // layers.tp)
+        self._mappings, self._group, self._sequence = _mappings(layers)
+        _sharded(self.weight, 0)
+        _sharded(self.bias, 0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self._sequence:
+            x = self._mappings.gather_from_sequence_parallel_region(x, group=self._group)
+        else:
+            x = self._mappings.copy_to_tensor_model_parallel_region(x, group=self._group)
+        return F.linear(x, self.weight)
+
+
+class RowLinear(Linear):
+    """weight [out, in / tp]; the bias [out] is added after the sum over ranks, hence replicated."""
+
+    def __init__(self, layers: TensorParallelLayers, in_features: int, out_features: int) -> None:
+        super().__init__(in_features // layers.tp, out_features)
+        self._mappings, self._group, self._sequence = _mappings(layers)
+        _sharded(self.weight, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(x, self.weight)
+        if self._sequence:
+            return self._mappings.reduce_scatter_to_sequence_parallel_region(y, group=self._group)
+        return self._mappings.reduce_from_tensor_model_parallel_region(y, group=self._group)
+
+
+class VocabularyEmbedding(Embedding):
+    """weight [rows / tp, hidden]; a token outside this rank's rows contributes zero to the sum."""
+
+    def __init__(self, layers: TensorParallelLayers, rows: int, hidden: int) -> None:
+        super().__init__(rows // layers.tp, hidden)
+        self._mappings, self._group, self._sequence = _mappings(layers)
+        self._start = layers.rank * (rows // layers.tp)
+        _sharded(self.weight, 0)
+
+    def forward(self, ids: Tensor, lookup: Lookup) -> Tensor:
+        local = ids - self._start
+        outside = (local < 0) | (local >= self.weight.shape[0])
+        x = lookup(local.masked_fill(outside, 0), self.weight)
+        x = x.masked_fill(outside[:, None], 0.0)
+        if self._sequence:
+            return self._mappings.reduce_scatter_to_sequence_parallel_region(x, group=self._group)
+        return self._mappings.reduce_from_tensor_model_parallel_region(x, group=self._group)
+
+
+def _mappings(layers: TensorParallelLayers) -> tuple[Any, Any, bool]:
+    from megatron.core.tensor_parallel import mappings
+
+    return mappings, layers.group, layers.sequence_parallel
