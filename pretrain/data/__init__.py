@@ -1,0 +1,1 @@
+"""From shards to packed batches: row order, packing, and the tensors of an update."""

@@ -1,0 +1,57 @@
+"""Random numbers as a pure function of integers: no generator, so nothing to save or to replay.
+
+Every function takes Python integers, numpy int64 arrays or torch int64 tensors alike (values below
+2**32) and gives the same integers for all three, on any device: only ^, +, *, & and >> are used,
+products wrap modulo 2**64 and are cut to 32 bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+MASK = 0xFFFFFFFF
+GOLDEN = 0x9E3779B9
+
+# Streams keep the uses apart: two uses of one (seed, phase, epoch, row, position) are independent.
+ORDER_BLOCKS, ORDER_WINDOW, ORDER_SHIFT = 1, 2, 3
+DROPOUT, MASK_SCORE, MASK_KIND, MASK_TOKEN, SPAN_LENGTH = 11, 12, 13, 14, 15
+
+
+def mix(x: Any) -> Any:
+    """The lowbias32 finaliser: a bijection of 32-bit integers with nearly ideal avalanche."""
+    x = x ^ (x >> 16)
+    x = x * 0x7FEB352D & MASK
+    x = x ^ (x >> 15)
+    x = x * 0x846CA68B & MASK
+    return x ^ (x >> 16)
+
+
+def fold(*words: Any) -> Any:
+    """One 32-bit key out of integers of up to 64 bits each; the order of the words matters."""
+    key: Any = GOLDEN
+    for word in words:
+        key = mix(key ^ (word & MASK))
+        key = mix((key + (word >> 32 & MASK) + GOLDEN) & MASK)
+    return key
+
+
+def row_keys(stream: int, seed: int, phase: int, epochs: Any, rows: Any) -> tuple[Any, Any]:
+    """Two 32-bit keys a row, together 64 bits, so that rows of a large set do not share a stream."""
+    return fold(stream, 0, seed, phase, epochs, rows), fold(stream, 1, seed, phase, epochs, rows)
+
+
+def at(keys: tuple[Any, Any], position: Any) -> Any:
+    """The 32-bit number of a position inside the row (or place) that `keys` belong to."""
+    return mix((mix(keys[0] ^ position) + keys[1]) & MASK)
+
+
+def below(number: Any, size: int) -> Any:
+    """A 32-bit number scaled to 0 .. size - 1 (size below 2**31)."""
+    return number * size >> 32
+
+
+def as_int32(number: np.ndarray) -> np.ndarray:
+    """The same 32 bits as signed int32."""
+    return number.astype(np.uint32).view(np.int32)

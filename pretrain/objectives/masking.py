@@ -1,0 +1,213 @@
+"""Masked tokens, drawn anew for every epoch as a pure function of integers.
+
+What is masked in a row depends on (seed, phase, epoch, row, position) and on nothing else: not on
+ranks, workers, micro-batches, devices or a resumed run. The host draws the masks as integers and
+the device only receives them.
+
+Every row gets exactly `mask_counts` predictions, so that the divisor of the loss is known from the
+row lengths alone. Each token has a score and a class; the lowest (class, score, position) win.
+Class 1 (special ids inside the text) is touched only when nothing else is left, class 2 ([CLS] and
+the [SEP]s that give the row its shape) never. Tokens of one word share a score for whole-word
+masking (BERT repository, 2019), tokens of one span for span masking (SpanBERT, 1907.10529), so
+that only the last word or span of a row is cut to meet the count.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from configs.errors import UserError
+from configs.schema import MaskingConfig
+from data_prep.shards import Shards, ragged_index
+from pretrain.data.counter import (
+    MASK_KIND,
+    MASK_SCORE,
+    MASK_TOKEN,
+    SPAN_LENGTH,
+    at,
+    below,
+    mix,
+    row_keys,
+)
+
+KINDS = ("token", "whole-word", "span")
+_CHUNK = 4096  # rows whose sort keys (row, class, score, position) fit 63 bits
+
+
+def mask_counts(lengths: np.ndarray, probability: float, cap: int) -> np.ndarray:
+    """Predictions of rows of these lengths: min(cap, max(1, round_half_even(probability x length))).
+
+    A row with fewer maskable tokens than that (all but [CLS] and at most two [SEP]) gets those;
+    rows without any (length below 3) get 0. int64 [n].
+    """
+    lengths = lengths.astype(np.int64)
+    wanted = np.minimum(cap, np.maximum(1, np.rint(probability * lengths).astype(np.int64)))
+    maskable = np.where(lengths < 3, 0, np.maximum(lengths - 3, 1))
+    return np.minimum(wanted, maskable)
+
+
+@dataclass
+class Masked:
+    """Predictions of packed rows, in ascending order of place."""
+
+    tokens: np.ndarray  # int32, the input with [MASK] and random tokens put in
+    positions: np.ndarray  # int64 [m], into tokens
+    labels: np.ndarray  # int32 [m], the true ids
+
+
+class Masker:
+    """Draws the masks of one phase.
+
+    Raises:
+        UserError: an unknown kind, or probabilities that are none.
+    """
+
+    def __init__(self, config: MaskingConfig, shards: Shards, seed: int, phase: int) -> None:
+        check_masking(config)
+        self.config, self.seed, self.phase = config, seed, phase
+        self.cap = shards.mask_cap
+        special = {int(i) for i in shards.special_ids.values()}
+        self.mask_id = shards.special_ids["mask"]
+        self.ordinary = np.setdiff1d(np.arange(shards.vocab_size), sorted(special)).astype(np.int32)
+        # [UNK] may be predicted, as published; the others carry no word.
+        self.avoided = np.zeros(shards.vocab_size, np.bool_)
+        self.avoided[sorted(special - {shards.special_ids["unk"]})] = True
+        self.word_start = shards.word_start
+        p, longest = config.span_p, config.span_max
+        shares = np.cumsum(p * (1 - p) ** np.arange(longest))
+        self._span_edges = (shares / shares[-1] * 2**32).astype(np.int64)[:-1]
+        self._mask_below = round(config.replace_mask * 2**32)
+        self._random_below = round((config.replace_mask + config.replace_random) * 2**32)
+
+    def counts(self, lengths: np.ndarray) -> np.ndarray:
+        """Predictions of rows of these lengths, int64 [n]."""
+        return mask_counts(lengths, self.config.probability, self.cap)
+
+    def draw(
+        self,
+        tokens: np.ndarray,
+        offsets: np.ndarray,
+        segment_b: np.ndarray,
+        epochs: np.ndarray,
+        rows: np.ndarray,
+    ) -> Masked:
+        """Masks n packed rows.
+
+        Args:
+            tokens: int32 [sum of lengths]. offsets: int64 [n + 1]. segment_b: int [n], start of B
+                inside the row, 0 = one segment. epochs, rows: int64 [n], what the masks depend on.
+        """
+        out = [tokens.copy()]
+        positions = []
+        for first in range(0, len(rows), _CHUNK):
+            piece = slice(first, min(first + _CHUNK, len(rows)))
+            begin, end = offsets[piece.start], offsets[piece.stop]
+            local = offsets[piece.start : piece.stop + 1] - begin
+            chosen = self._draw_chunk(
+                out[0][begin:end], local, segment_b[piece], epochs[piece], rows[piece]
+            )
+            positions.append(chosen + begin)
+        at_ = np.concatenate(positions) if positions else np.zeros(0, np.int64)
+        return Masked(out[0], at_, tokens[at_])
+
+    def _draw_chunk(
+        self,
+        tokens: np.ndarray,
+        offsets: np.ndarray,
+        segment_b: np.ndarray,
+        epochs: np.ndarray,
+        rows: np.ndarray,
+    ) -> np.ndarray:
+        """Chooses and replaces in place; returns the chosen places, ascending."""
+        lengths = np.diff(offsets)
+        row_of = np.repeat(np.arange(len(rows)), lengths)
+        position = np.arange(len(tokens)) - offsets[row_of]
+        structural = np.zeros(len(tokens), np.bool_)
+        whole = lengths > 0
+        structural[offsets[:-1][whole]] = True
+        structural[offsets[1:][whole] - 1] = True
+        structural[(offsets[:-1] + segment_b - 1)[whole & (segment_b > 0)]] = True
+
+        keys = row_keys(MASK_SCORE, self.seed, self.phase, epochs, rows)
+        score = at((keys[0][row_of], keys[1][row_of]), position)
+        if self.config.kind == "whole-word":
+            score = score[self._word_of(tokens, structural)[0]]
+        elif self.config.kind == "span":
+            score = self._span_scores(tokens, structural, score)
+        rank = np.where(structural, 2, self.avoided[tokens])
+        order = np.sort((((row_of << 2 | rank) << 32 | score) << 16) | position)
+        taken = order[ragged_index(offsets[:-1], self.counts(lengths))]
+        chosen = np.sort(offsets[taken >> 50] + (taken & 0xFFFF))
+
+        row = row_of[chosen]
+        if self.config.kind == "span":  # SpanBERT replaces a span as a whole
+            kind_keys = row_keys(MASK_KIND, self.seed, self.phase, epochs, rows)
+            kind = mix(mix(score[chosen] ^ kind_keys[0][row]) ^ kind_keys[1][row])
+        else:
+            kind = self._numbers(MASK_KIND, epochs, rows, row, position[chosen])
+        tokens[chosen[kind < self._mask_below]] = self.mask_id
+        at_random = (kind >= self._mask_below) & (kind < self._random_below)
+        where, row = chosen[at_random], row[at_random]
+        draw = self._numbers(MASK_TOKEN, epochs, rows, row, position[where])
+        tokens[where] = self.ordinary[below(draw, len(self.ordinary))]
+        return chosen
+
+    def _numbers(
+        self,
+        stream: int,
+        epochs: np.ndarray,
+        rows: np.ndarray,
+        row: np.ndarray,
+        position: np.ndarray,
+    ) -> np.ndarray:
+        keys = row_keys(stream, self.seed, self.phase, epochs, rows)
+        return at((keys[0][row], keys[1][row]), position)
+
+    def _word_of(self, tokens: np.ndarray, structural: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """For each token the place where its word starts, and where words start (bool)."""
+        starts = self.word_start[tokens] | structural
+        starts[1:] |= structural[:-1]  # a segment may begin inside a word that was cut
+        return np.maximum.accumulate(np.where(starts, np.arange(len(tokens)), 0)), starts
+
+    def _span_scores(
+        self, tokens: np.ndarray, structural: np.ndarray, score: np.ndarray
+    ) -> np.ndarray:
+        """Each word may start a span of 1 to span_max words; a token takes its lowest span's score.
+
+        Taking spans in the order of their scores until the count is met is SpanBERT's procedure,
+        with all rows at once. Span lengths follow the geometric distribution cut at span_max
+        (mean 3.8 for 0.2 and 10, as published).
+        """
+        first, starts = self._word_of(tokens, structural)
+        places = np.flatnonzero(starts)
+        word_score = score[places]
+        segment = np.cumsum(structural)[places]  # spans end with their segment
+        length = 1 + np.searchsorted(self._span_edges, mix(word_score ^ SPAN_LENGTH), "right")
+        length[structural[places]] = 0
+        best = word_score.copy()
+        for step in range(1, min(self.config.span_max, len(places))):
+            reaches = (length[:-step] > step) & (segment[:-step] == segment[step:])
+            covered = np.where(reaches, word_score[:-step], 2**32)
+            best[step:] = np.minimum(best[step:], covered)
+        return best[np.searchsorted(places, first)]
+
+
+def check_masking(config: MaskingConfig) -> None:
+    """Raises UserError for a kind or for probabilities that cannot be."""
+    if config.kind not in KINDS:
+        raise UserError(f"masking.kind={config.kind} is not known", f"known: {', '.join(KINDS)}")
+    if not 0 < config.probability <= 1:
+        raise UserError(f"masking.probability={config.probability}", "a share in (0, 1], e.g. 0.15")
+    shares = (config.replace_mask, config.replace_random)
+    if min(shares) < 0 or sum(shares) > 1 + 1e-9:
+        raise UserError(
+            f"masking.replace_mask + masking.replace_random = {sum(shares):g}",
+            "both are shares and leave the rest unchanged: 0.8 and 0.1 as published",
+        )
+    if not 0 < config.span_p < 1 or config.span_max < 1:
+        raise UserError(
+            f"masking.span_p={config.span_p}, masking.span_max={config.span_max}",
+            "span_p in (0, 1), span_max at least 1; 0.2 and 10 as published",
+        )

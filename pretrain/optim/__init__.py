@@ -1,0 +1,1 @@
+"""LAMB and learning-rate schedules."""

@@ -1,0 +1,55 @@
+"""The learning rate as a pure function of the update count: nothing to save, nothing to resume.
+
+Micro-batches, processes and skipped fp16 updates do not enter.
+"""
+
+from __future__ import annotations
+
+import math
+
+from configs.errors import UserError
+from configs.schema import PhaseConfig, ScheduleConfig
+
+KINDS = ("poly", "linear", "cosine", "constant")
+
+
+def warmup_steps(phase: PhaseConfig) -> int:
+    """Updates of the linear warmup: a share of the phase's steps below 1, otherwise a count."""
+    warmup = phase.schedule.warmup
+    return round(warmup * phase.steps) if warmup < 1 else int(warmup)
+
+
+def lr_at(phase: PhaseConfig, step: int) -> float:
+    """The rate of update `step` of a phase, counted from 1: the peak is reached at the end of the
+    warmup, `end_lr` at the last update; later updates keep it.
+
+    poly: end + (peak - end) (1 - t)^power with t the share of the updates after the warmup that is
+    done (1904.00962 uses power 1, NVIDIA's LAMB recipe 0.5); cosine: half a wave (1608.03983).
+    """
+    schedule, warm = phase.schedule, warmup_steps(phase)
+    if step < warm:
+        return schedule.lr * step / warm
+    if schedule.kind == "constant":
+        return schedule.lr
+    done = min(1.0, (step - warm) / max(1, phase.steps - warm))
+    if schedule.kind == "cosine":
+        share = 0.5 * (1 + math.cos(math.pi * done))
+    else:
+        share = (1 - done) ** (schedule.power if schedule.kind == "poly" else 1.0)
+    return schedule.end_lr + (schedule.lr - schedule.end_lr) * share
+
+
+def check_schedule(schedule: ScheduleConfig, steps: int, where: str) -> None:
+    """Raises UserError, naming `where`, for a schedule that cannot be followed."""
+    if schedule.kind not in KINDS:
+        raise UserError(f"{where}.kind={schedule.kind} is not known", f"known: {', '.join(KINDS)}")
+    if schedule.warmup < 0 or schedule.warmup > max(steps, 1):
+        raise UserError(
+            f"{where}.warmup={schedule.warmup:g} does not fit into {steps} steps",
+            "below 1 it is a share of the steps, otherwise a number of steps",
+        )
+    if not schedule.lr > 0 or schedule.end_lr < 0 or schedule.power <= 0:
+        raise UserError(
+            f"{where}: lr={schedule.lr:g}, end_lr={schedule.end_lr:g}, power={schedule.power:g}",
+            "lr and power must be positive, end_lr 0 or more",
+        )
