@@ -1,0 +1,42 @@
+"""Corpora as documents: Wikipedia dumps, WikiExtractor output, books, data sets, plain text."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from configs.errors import UserError
+from configs.schema import SourceConfig
+from data_prep.sources.base import Document, Piece, Range, Source
+
+__all__ = ["KINDS", "Document", "Piece", "Range", "Source", "open_source"]
+
+KINDS = {
+    "wikipedia": ("data_prep.sources.wikipedia", "WikipediaSource"),
+    "extracted": ("data_prep.sources.extracted", "ExtractedSource"),
+    "books": ("data_prep.sources.books", "BooksSource"),
+    "text": ("data_prep.sources.text", "TextSource"),
+    "sentences": ("data_prep.sources.text", "SentencesSource"),
+    "hub": ("data_prep.sources.hub", "HubSource"),
+}
+CUTS = ("file", "chapter", "window", "rows")
+
+
+def open_source(config: SourceConfig) -> Source:
+    """The source a recipe names; cheap, reads nothing but file names and a dump's header.
+
+    Raises:
+        UserError: unknown kind or document cut, missing or empty path, files of another kind.
+    """
+    if config.kind not in KINDS:
+        raise UserError(
+            f"source kind {config.kind!r} is unknown", f"known kinds: {', '.join(KINDS)}"
+        )
+    if config.document not in CUTS:
+        raise UserError(f"sources.document={config.document}", f"known: {', '.join(CUTS)}")
+    if config.document in ("window", "rows") and config.window_sentences < 2:
+        raise UserError(
+            f"sources.window_sentences={config.window_sentences}", "a document needs 2 sentences"
+        )
+    module, name = KINDS[config.kind]
+    source: Source = getattr(import_module(module), name)(config)
+    return source

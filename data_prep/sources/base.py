@@ -1,0 +1,195 @@
+"""What every source shares: documents, units of work, finding and fingerprinting input files."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from glob import glob
+from pathlib import Path
+from typing import Any
+
+from configs.errors import UserError
+from configs.schema import SourceConfig
+
+RANGE_BYTES = 32 << 20  # raw text of one unit of work, about
+HASH_CHUNK = 64 << 20
+TO_THE_END = -1
+
+
+@dataclass
+class Document:
+    """A document: `paragraphs` of running text, or whole sentences when `presplit`."""
+
+    id: str
+    paragraphs: list[str]
+    presplit: bool = False
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Part of a file: bytes, or rows or row groups of a table, [start, end); end -1 = to the end."""
+
+    path: str
+    start: int = 0
+    end: int = TO_THE_END
+
+
+@dataclass(frozen=True)
+class Range:
+    """A unit of work: depends on the input alone, never on workers. `size`: raw bytes, about."""
+
+    source: str
+    index: int
+    pieces: tuple[Piece, ...]
+    size: int
+    fingerprint: str  # of the content of every file it reads, and of which part is its own
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(values: dict[str, Any]) -> Range:
+        pieces = tuple(Piece(**piece) for piece in values["pieces"])
+        return Range(**{**values, "pieces": pieces})
+
+
+class Source:
+    """A corpus. Subclasses give `plan` (pieces of each unit) and `documents`."""
+
+    suffixes: tuple[str, ...] = ()
+    looks_like = ""
+
+    def __init__(self, config: SourceConfig) -> None:
+        self.config = config
+        self.name = config.name or default_name(config)
+
+    def plan(self) -> list[tuple[list[Piece], int]]:
+        """Pieces and approximate raw size of each unit of work, in the order of the corpus."""
+        raise NotImplementedError
+
+    def documents(self, unit: Range, dropped: Counter[str]) -> Iterator[Document]:
+        """Documents of one unit, streaming; what is left out is counted in `dropped` by reason.
+
+        Raises:
+            UserError: a file is damaged, or is not of this source's kind.
+        """
+        raise NotImplementedError
+
+    def ranges(self) -> list[Range]:
+        """Every unit of work of this corpus. Reads all input once, to fingerprint it."""
+        planned = self.plan()
+        hashes = self.hashes(sorted({piece.path for pieces, _ in planned for piece in pieces}))
+        units = []
+        for index, (pieces, size) in enumerate(planned):
+            digest = hashlib.blake2b(digest_size=16)
+            for piece in pieces:
+                digest.update(f"{hashes[piece.path]} {piece.start} {piece.end}\n".encode())
+            units.append(Range(self.name, index, tuple(pieces), size, digest.hexdigest()))
+        return units
+
+    def hashes(self, paths: Sequence[str]) -> dict[str, str]:
+        """Content hash of each file."""
+        return hash_files(paths)
+
+    def files(self) -> list[Path]:
+        """Input files in a fixed order; raises UserError when there are none."""
+        return find_files(self.config, self.suffixes, self.looks_like)
+
+
+def default_name(config: SourceConfig) -> str:
+    """`books` for data/books/*.txt: the last part of the path that names something."""
+    parts = [part for part in config.path.replace("\\", "/").split("/") if part]
+    while len(parts) > 1 and any(mark in parts[-1] for mark in "*?["):
+        parts.pop()
+    last = parts[-1] if parts else config.kind
+    return last.split(".")[0] or last
+
+
+def find_files(config: SourceConfig, suffixes: Sequence[str], looks_like: str) -> list[Path]:
+    """The files a source names (a file, a folder or a glob), sorted by path.
+
+    Raises:
+        UserError: nothing there, an empty file, or no file with one of `suffixes`.
+    """
+    where = f"source {config.name or config.path!r} (kind: {config.kind})"
+    if not config.path:
+        raise UserError(f"{where}: no path", "set sources.N.path to a file, folder or glob")
+    path = Path(config.path).expanduser()
+    if path.is_dir():
+        found = sorted(p for p in path.rglob("*") if p.is_file() and not p.name.startswith("."))
+        wanted = [p for p in found if p.name.lower().endswith(tuple(suffixes))]
+        if found and not wanted:
+            raise UserError(
+                f"{where}: {path} has no file of this kind, only {found[0].name} and the like",
+                f"{config.kind} reads {looks_like}; choose another kind?",
+            )
+    elif path.is_file():
+        wanted = [path]
+    else:
+        wanted = sorted(Path(p) for p in glob(str(path), recursive=True) if Path(p).is_file())  # noqa: PTH207
+    if not wanted:
+        raise UserError(
+            f"{where}: {path.absolute()} is missing or empty",
+            f"{config.kind} reads {looks_like}; paths are relative to the folder you start from",
+        )
+    for file in wanted:
+        if file.stat().st_size == 0:
+            raise UserError(f"{where}: {file} is an empty file", "download it again or remove it")
+    return wanted
+
+
+def group_files(files: Iterable[Path], expansion: int = 3) -> list[tuple[list[Piece], int]]:
+    """Whole files, put together until a unit has about RANGE_BYTES / 2 of raw text."""
+    units: list[tuple[list[Piece], int]] = []
+    pieces: list[Piece] = []
+    size = 0
+    for file in files:
+        packed = file.suffix in (".gz", ".bz2", ".zst", ".xz")
+        pieces.append(Piece(str(file)))
+        size += file.stat().st_size * (expansion if packed else 1)
+        if size >= RANGE_BYTES // 2:
+            units.append((pieces, size))
+            pieces, size = [], 0
+    if pieces:
+        units.append((pieces, size))
+    return units
+
+
+def cut_bytes(file: Path, step: int, expansion: int = 1) -> list[tuple[list[Piece], int]]:
+    """A file in byte ranges of `step`."""
+    size = file.stat().st_size
+    return [
+        ([Piece(str(file), start, min(start + step, size))], min(step, size - start) * expansion)
+        for start in range(0, size, step)
+    ]
+
+
+def hash_files(paths: Sequence[str]) -> dict[str, str]:
+    """Content hash of each file, many chunks at a time (hashing leaves the interpreter lock)."""
+
+    def one(job: tuple[str, int]) -> bytes:
+        path, start = job
+        digest = hashlib.blake2b(digest_size=16)
+        with open(path, "rb") as file:
+            file.seek(start)
+            left = HASH_CHUNK
+            while left and (block := file.read(min(1 << 20, left))):
+                digest.update(block)
+                left -= len(block)
+        return digest.digest()
+
+    jobs = [
+        (path, start)
+        for path in paths
+        for start in range(0, max(Path(path).stat().st_size, 1), HASH_CHUNK)
+    ]
+    totals = {path: hashlib.blake2b(digest_size=16) for path in paths}
+    with ThreadPoolExecutor(8) as pool:
+        for (path, start), digest in zip(jobs, pool.map(one, jobs)):
+            totals[path].update(start.to_bytes(8, "little") + digest)
+    return {
+        path: f"{Path(path).stat().st_size}-{digest.hexdigest()}" for path, digest in totals.items()
+    }

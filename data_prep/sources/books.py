@@ -1,0 +1,162 @@
+"""Books as plain text, one file a book: Gutenberg's own words stripped, hard wraps joined."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+
+from data_prep.sources.base import Document, Piece, Range, Source, group_files
+from data_prep.sources.streams import decode, read_all
+from data_prep.sources.text import TEXT_SUFFIXES, windows
+
+# The title may run over two lines before the closing stars.
+_START = re.compile(
+    r"^[ \t]*\*{3}[ \t]*START[ \t]+OF[ \t]+(?:THE|THIS)[ \t]+PROJECT[ \t]+GUTENBERG.{0,400}?(?:\*{3}|(?=\n\s*\n))",
+    re.S | re.I | re.M,
+)
+_SMALL_PRINT = re.compile(r"^\*END[* ]*THE SMALL PRINT!.*$", re.M)
+_END = re.compile(
+    r"^[ \t]*(?:\*{3}[ \t]*END[ \t]+OF[ \t]+(?:THE|THIS)[ \t]+PROJECT[ \t]+GUTENBERG"
+    r"|End[ \t]+of[ \t]+(?:the[ \t]+|this[ \t]+)?Project[ \t]+Gutenberg).*",
+    re.S | re.I | re.M,
+)
+_PRODUCED = re.compile(
+    r"(?:Produced|E-?text prepared|Transcribed|Scanned|This e-?text was (?:produced|prepared|typed)"
+    r"|Proofread|HTML version|Transcriber'?’?s? notes?:?\b)",
+    re.I,
+)
+_GAP = re.compile(r"\n[ \t]*(?:\n[ \t]*)+")
+_PICTURE = re.compile(
+    r"\[(?:Illustration|Picture|Frontispiece|Map|Music|Blank Page)\b[^\]]*\]", re.I
+)
+_NOTE_MARK = re.compile(r"\[(?:\d{1,4}|[a-zA-Z*†])\]|\{\d{1,4}\}")
+_UNDERSCORE = re.compile(r"(?<![^\W_])_|_(?![^\W_])")
+_NUMBER = r"(?:[IVXLC]+|\d+|(?:the )?(?:first|second|third|fourth|fifth|sixth|last)|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve)"
+_PART_NAME = (
+    r"(?:chapter|chap\.|book|part|volume|vol\.|letter|section|act|scene|canto|stave|lecture|essay"
+    r"|kapitel|teil|chapitre|livre|cap[ií]tulo|capitolo|hoofdstuk)"
+)
+_CHAPTER = re.compile(
+    rf"(?:{_PART_NAME}\s+{_NUMBER}\b[^\n]{{0,120}}|{_PART_NAME}\s+the\s+\w+\W*[^\n]{{0,80}}"
+    rf"|{_NUMBER}[.:]?|[IVXLC]+\.[ \t]+[^\n]{{1,80}}"
+    r"|(?:prologue|epilogue|preface|introduction|conclusion|foreword|afterword|appendix)[.:]?)\Z",
+    re.I,
+)
+_CONTENTS = re.compile(
+    r"(?:table of )?contents[.:]?(?:\s|\Z)|(?:list of )?illustrations[.:]?\Z", re.I
+)
+_ENTRY = re.compile(
+    rf"(?:{_PART_NAME}\s+)?{_NUMBER}[.:)—-]*(?:\s|\Z)|.*(?:\.{{2,}}|\s{{2,}}|\s)[\divxlc]+\.?\Z",
+    re.I,
+)
+_ENDS = re.compile(r"[.!?:;,…—-][\"'”’)\]_*]*\Z")
+_CLOSERS = "\"'”’)]_*"
+
+
+def strip_gutenberg(text: str) -> str:
+    """The book without Project Gutenberg's header, licence and footer (LF line ends)."""
+    start = _START.search(text[:60_000]) or _SMALL_PRINT.search(text[:60_000])
+    if start:
+        text = text[start.end() :]
+    end = _END.search(text, max(0, len(text) // 2))
+    if end:
+        text = text[: end.start()]
+    if start:
+        text = text.lstrip("\n ")
+        while True:  # "Produced by ..." and transcriber's notes come first
+            first, gap, rest = text.partition("\n\n")
+            if not gap or not _PRODUCED.match(first.lstrip("[* \n")):
+                break
+            text = rest.lstrip("\n ")
+    return text
+
+
+def chapters(text: str) -> Iterator[list[str]]:
+    """Paragraphs of each chapter of a book; headings, contents, pictures and rulers are left out."""
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
+    text = strip_gutenberg(text)
+    if "[" in text:
+        text = _PICTURE.sub("", text)
+    in_contents = False
+    chapter: list[str] = []
+    for block in _GAP.split(text):
+        block = block.strip()
+        if not block:
+            continue
+        if _CONTENTS.match(block) and len(block) < 4000:
+            in_contents = True
+            continue
+        short = len(block) < 200
+        if short and _CHAPTER.match(block):
+            if chapter and not in_contents:
+                yield chapter
+                chapter = []
+            continue
+        if in_contents and _is_list(block):
+            continue
+        if short and _is_heading(block):
+            continue
+        in_contents = False
+        if not any(map(str.isalpha, block[:200])):
+            continue  # * * * and page numbers
+        joined = " ".join(block.split())
+        if "_" in joined:
+            joined = _UNDERSCORE.sub("", joined)
+        if "[" in joined or "{" in joined:
+            joined = _NOTE_MARK.sub("", joined)
+        chapter.append(joined)
+    if chapter:
+        yield chapter
+
+
+def _is_heading(block: str) -> bool:
+    if block.upper() == block and any(map(str.isalpha, block)):
+        # Shouting inside a dialogue ends in a mark and has one line: "STOP!" she cried is mixed case.
+        return block[-1] not in "!?\"”’'"
+    return len(block) < 80 and "\n" not in block and not _ENDS.search(block)
+
+
+def _is_list(block: str) -> bool:
+    """Lines of a table of contents: numbered, or short without a sentence's end."""
+    lines = [line.strip() for line in block.split("\n")]
+    entries = sum(bool(_ENTRY.match(line)) or not _ENDS.search(line) for line in lines)
+    return entries * 2 > len(lines) and max(map(len, lines)) < 100
+
+
+class BooksSource(Source):
+    """A folder of books. A document is a book (file), a chapter, or a window of sentences."""
+
+    suffixes = TEXT_SUFFIXES
+    looks_like = "text files, one book each (.txt, .txt.gz, .txt.zst)"
+
+    def plan(self) -> list[tuple[list[Piece], int]]:
+        return group_files(self.files())
+
+    def documents(self, unit: Range, dropped: Counter[str]) -> Iterator[Document]:
+        for piece in unit.pieces:
+            name = f"{self.name}/{piece.path.rsplit('/', 1)[-1]}"
+            found = False
+            for document in book_documents(
+                decode(read_all(piece.path)),
+                name,
+                self.config.document,
+                self.config.window_sentences,
+            ):
+                found = True
+                yield document
+            if not found:
+                dropped["book without prose"] += 1
+
+
+def book_documents(text: str, name: str, cut: str, sentences: int) -> Iterator[Document]:
+    """Documents of one book's text: `cut` is file, chapter or window."""
+    if cut == "window":
+        yield from windows(chapters(text), sentences, False, name)
+    elif cut == "chapter":
+        for number, paragraphs in enumerate(chapters(text)):
+            yield Document(f"{name}#{number}", paragraphs)
+    else:
+        whole = [paragraph for chapter in chapters(text) for paragraph in chapter]
+        if whole:
+            yield Document(name, whole)

@@ -1,0 +1,92 @@
+"""WikiExtractor output: `<doc id=... title=...>` blocks or JSON lines, plain or compressed."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+
+from configs.errors import UserError
+from data_prep.sources.base import (
+    RANGE_BYTES,
+    Document,
+    Piece,
+    Range,
+    Source,
+    cut_bytes,
+    group_files,
+)
+from data_prep.sources.streams import blocks_between, can_cut, chunks_of, decode, lines_of
+
+_HEADER = re.compile(r"([^>]*)>")
+_ATTRIBUTE = re.compile(r'(\w+)="(.*?)"(?=\s+\w+=|\s*$)')
+
+
+class ExtractedSource(Source):
+    """Articles that WikiExtractor has already turned to text."""
+
+    suffixes = ("",)
+    looks_like = "WikiExtractor output (wiki_00 files with <doc ...> blocks, or its --json lines)"
+
+    def plan(self) -> list[tuple[list[Piece], int]]:
+        units: list[tuple[list[Piece], int]] = []
+        small = []
+        for file in self.files():
+            if can_cut(file) and file.suffix != ".bz2" and file.stat().st_size > RANGE_BYTES:
+                units += cut_bytes(file, RANGE_BYTES)
+            else:
+                small.append(file)
+        return units + group_files(small)
+
+    def documents(self, unit: Range, dropped: Counter[str]) -> Iterator[Document]:
+        for piece in unit.pieces:
+            first = next((chunk for chunk, _ in chunks_of(Piece(piece.path))), b"").lstrip()
+            if first.startswith(b"<doc "):
+                found = self._blocks(piece)
+            elif first.startswith(b"{"):
+                found = self._json_lines(piece)
+            else:
+                raise UserError(
+                    f"{piece.path}: neither <doc ...> blocks nor JSON lines",
+                    "kind: extracted reads WikiExtractor output; dumps are kind: wikipedia",
+                )
+            for key, title, text in found:
+                # WikiExtractor repeats the title as the first line.
+                lines = text.strip().split("\n")
+                if lines and lines[0].strip() == title.strip():
+                    lines = lines[1:]
+                paragraphs = [
+                    line for line in map(str.strip, lines) if line and not _is_heading(line)
+                ]
+                if paragraphs:
+                    yield Document(f"{self.name}/{key}/{title}", paragraphs)
+                else:
+                    dropped["empty page"] += 1
+
+    def _blocks(self, piece: Piece) -> Iterator[tuple[str, str, str]]:
+        for block in blocks_between(chunks_of(piece), b"<doc ", b"</doc>"):
+            head, _, text = decode(block).partition("\n")
+            head = head.strip().removesuffix(">")
+            values = dict(_ATTRIBUTE.findall(head))
+            yield values.get("id", ""), html.unescape(values.get("title", "")), html.unescape(text)
+
+    def _json_lines(self, piece: Piece) -> Iterator[tuple[str, str, str]]:
+        for line, own in lines_of(chunks_of(piece), piece.start == 0):
+            if not own:
+                return
+            if line.strip():
+                try:
+                    row = json.loads(line)
+                    yield str(row.get("id", "")), str(row.get("title", "")), str(row["text"])
+                except (ValueError, KeyError, AttributeError) as error:
+                    raise UserError(
+                        f"{piece.path}: a line is not JSON with a `text`: {line[:60]!r}",
+                        "it may be cut off",
+                    ) from error
+
+
+def _is_heading(line: str) -> bool:
+    """Section titles stay in the text as a short line with a full stop ("History.") or as == x ==."""
+    return line.startswith("==") or (len(line) < 60 and line.count(" ") < 6 and line[-1] == ".")

@@ -1,0 +1,231 @@
+"""Hugging Face data sets: by name, or local parquet, arrow, JSON lines and text in their shape."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from configs.errors import UserError
+from configs.schema import SourceConfig
+from data_prep.sources.base import (
+    RANGE_BYTES,
+    Document,
+    Piece,
+    Range,
+    Source,
+    cut_bytes,
+    hash_files,
+)
+from data_prep.sources.books import book_documents
+from data_prep.sources.prose import paragraphs_of
+from data_prep.sources.streams import can_cut, chunks_of, decode, lines_of, reading
+from data_prep.sources.text import windows
+
+SUFFIXES = (
+    ".parquet", ".arrow", ".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".txt", ".txt.gz",
+)  # fmt: skip
+ROWS = 8192  # read at a time
+
+
+class HubSource(Source):
+    """Rows of a data set. A document is a row (file), chapters of it, or windows over rows."""
+
+    suffixes = SUFFIXES
+    looks_like = "a data set's name, or a folder or glob of parquet, arrow, jsonl or text files"
+
+    def __init__(self, config: SourceConfig) -> None:
+        super().__init__(config)
+        self._files: list[str] | None = None
+
+    def plan(self) -> list[tuple[list[Piece], int]]:
+        units: list[tuple[list[Piece], int]] = []
+        for file in self.tables():
+            if file.endswith(".parquet"):
+                units += _parquet_plan(file, self.config)
+            elif file.endswith(".arrow"):
+                units += _arrow_plan(file, self.config)
+            elif can_cut(file):
+                units += cut_bytes(Path(file), RANGE_BYTES)
+            else:
+                units.append(([Piece(file)], Path(file).stat().st_size * 3))
+        return units
+
+    def tables(self) -> list[str]:
+        """The data set's files."""
+        if self._files is None:
+            self._files = resolve(self.config)
+        return self._files
+
+    def hashes(self, paths: Sequence[str]) -> dict[str, str]:
+        local = [path for path in paths if "://" not in path]
+        remote = {
+            path: hashlib.blake2b(f"{path} {_size(path)}".encode(), digest_size=16).hexdigest()
+            for path in paths
+            if "://" in path
+        }
+        return {**hash_files(local), **remote}
+
+    def documents(self, unit: Range, dropped: Counter[str]) -> Iterator[Document]:
+        cut, sentences = self.config.document, self.config.window_sentences
+        for piece in unit.pieces:
+            name = f"{self.name}/{piece.path.rsplit('/', 1)[-1]}@{piece.start}"
+            texts = self._rows(piece)
+            if cut == "rows":
+                kept = (" ".join(text.split()) for text in texts)
+                yield from windows(([text] for text in kept if text), sentences, True, name)
+                continue
+            for number, text in enumerate(texts):
+                found = False
+                for document in _row_documents(text, f"{name}:{number}", cut, sentences):
+                    found = True
+                    yield document
+                if not found:
+                    dropped["empty row"] += 1
+
+    def _rows(self, piece: Piece) -> Iterator[str]:
+        column = self.config.text_column
+        if piece.path.endswith(".parquet"):
+            with reading(piece.path), _open(piece.path) as file:
+                table = pq.ParquetFile(file)
+                groups = list(range(piece.start, piece.end))
+                for batch in table.iter_batches(ROWS, groups, [column]):
+                    yield from _strings(batch.column(0))
+        elif piece.path.endswith(".arrow"):
+            with reading(piece.path), _open(piece.path) as file:
+                for number, batch in enumerate(_arrow_batches(file)):
+                    if number >= piece.end:
+                        break
+                    if number >= piece.start:
+                        yield from _strings(batch.column(batch.schema.get_field_index(column)))
+        else:
+            as_json = ".json" in Path(piece.path).name
+            for line, own in lines_of(chunks_of(piece), piece.start == 0):
+                if not own:
+                    return
+                text = decode(line).strip()
+                if as_json and text:
+                    text = _json_text(text, column, piece.path)
+                if text:
+                    yield text
+
+
+def _row_documents(text: str, name: str, cut: str, sentences: int) -> Iterator[Document]:
+    if cut == "chapter":
+        yield from book_documents(text, name, cut, sentences)
+        return
+    paragraphs = paragraphs_of(text)
+    if cut == "window":
+        yield from windows([paragraphs], sentences, False, name)
+    elif paragraphs:
+        yield Document(name, paragraphs)
+
+
+def _json_text(line: str, column: str, path: str) -> str:
+    try:
+        row = json.loads(line)
+        return str(row[column] or "")
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(
+            f"{path}: a line is not JSON with a column {column!r}: {line[:60]!r}",
+            "set sources.N.text_column to one it has",
+        ) from error
+
+
+def _strings(column: Any) -> Iterator[str]:
+    for value in column:
+        yield value.as_py() or ""
+
+
+def _open(path: str) -> Any:
+    if "://" in path:
+        import fsspec
+
+        return fsspec.open(path, "rb").open()
+    return open(path, "rb")
+
+
+def _size(path: str) -> int:
+    import fsspec
+
+    filesystem, inner = fsspec.core.url_to_fs(path)
+    return int(filesystem.info(inner).get("size") or 0)
+
+
+def _check_column(
+    names: Sequence[str], types: Sequence[Any], path: str, config: SourceConfig
+) -> None:
+    if config.text_column not in names:
+        raise UserError(
+            f"{path}: no column {config.text_column!r}",
+            f"set sources.N.text_column to one of: {', '.join(names)}",
+        )
+    kind = types[list(names).index(config.text_column)]
+    if not (
+        pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+    ):
+        raise UserError(
+            f"{path}: column {config.text_column!r} holds {kind}, not text",
+            f"set sources.N.text_column to a column of strings (columns: {', '.join(names)})",
+        )
+
+
+def _parquet_plan(path: str, config: SourceConfig) -> list[tuple[list[Piece], int]]:
+    units: list[tuple[list[Piece], int]] = []
+    with reading(path), _open(path) as file:
+        try:
+            table = pq.ParquetFile(file)
+        except pa.ArrowInvalid as error:
+            raise UserError(f"{path}: not a parquet file ({error})", "it may be cut off") from error
+        schema = table.schema_arrow
+        _check_column(schema.names, schema.types, path, config)
+        column = [
+            i for i in range(len(table.schema)) if table.schema.column(i).path == config.text_column
+        ][0]
+        start = size = 0
+        for group in range(table.metadata.num_row_groups):
+            size += table.metadata.row_group(group).column(column).total_uncompressed_size
+            if size >= RANGE_BYTES // 2 or group + 1 == table.metadata.num_row_groups:
+                units.append(([Piece(path, start, group + 1)], size))
+                start, size = group + 1, 0
+    return units
+
+
+def _arrow_batches(file: Any) -> Iterator[Any]:
+    try:
+        yield from pa.ipc.open_stream(file)
+    except pa.ArrowInvalid:
+        file.seek(0)
+        reader = pa.ipc.open_file(file)
+        for number in range(reader.num_record_batches):
+            yield reader.get_batch(number)
+
+
+def _arrow_plan(path: str, config: SourceConfig) -> list[tuple[list[Piece], int]]:
+    units: list[tuple[list[Piece], int]] = []
+    start = size = number = 0
+    with reading(path), _open(path) as file:
+        for batch in _arrow_batches(file):
+            if not number:
+                _check_column(batch.schema.names, batch.schema.types, path, config)
+            number += 1
+            size += batch.nbytes
+            if size >= RANGE_BYTES // 2:
+                units.append(([Piece(path, start, number)], size))
+                start, size = number, 0
+    if number > start:
+        units.append(([Piece(path, start, number)], size))
+    return units
+
+
+def resolve(config: SourceConfig) -> list[str]:
+    """The files of a local path, or of a data set on the hub."""
+    from data_prep.sources.base import find_files
+
+    return [str(path) for path in find_files(config, SUFFIXES, HubSource.looks_like)]

@@ -1,0 +1,28 @@
+"""Paragraphs of a text whose form is not known: wrapped lines, or a paragraph a line."""
+
+from __future__ import annotations
+
+import re
+
+_ENDS = re.compile(r"[.!?:;,…。！？؟।—-][\"'”’»)\]]*\Z")
+
+
+def is_wrapped(text: str) -> bool:
+    """Whether lines were broken at a column, so that they must be joined."""
+    lines = text[:100_000].split("\n")
+    inner = [len(a) for a, b in zip(lines, lines[1:]) if a.strip() and b.strip()]
+    fit = sum(40 <= length <= 100 for length in inner)
+    return len(inner) >= 8 and fit * 2 > len(inner)
+
+
+def paragraphs_of(text: str) -> list[str]:
+    """Paragraphs of a row's text; headings and list lines among them are left out."""
+    if is_wrapped(text):
+        from data_prep.sources.books import chapters
+
+        return [paragraph for chapter in chapters(text) for paragraph in chapter]
+    lines = [" ".join(line.split()) for line in text.split("\n")]
+    lines = [line for line in lines if line]
+    if len(lines) < 2:
+        return lines
+    return [line for line in lines if len(line) >= 80 or _ENDS.search(line)]

@@ -1,0 +1,157 @@
+"""Reading files: compressed or not, from any byte on, by record, with flat memory.
+
+A record (a page, a line) belongs to the byte range that holds its start, so that any cut of a file
+into ranges gives each record once. A reader gets chunks `(bytes, own)`: chunks after its range has
+ended have own=False and serve only to finish the last record.
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import lzma
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, cast
+
+import zstandard
+
+from configs.errors import UserError
+from data_prep.sources.base import Piece
+from data_prep.sources.bz2_blocks import BlockReader
+
+CHUNK = 1 << 20
+Chunks = Iterator[tuple[bytes, bool]]
+
+
+@contextmanager
+def reading(path: str | Path) -> Iterator[None]:
+    """Turns what a damaged or unreadable file raises into a UserError that names the file."""
+    try:
+        yield
+    except (OSError, EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError) as error:
+        text = f"{type(error).__name__}: {error}"
+        raise UserError(
+            f"{path}: cannot be read ({text})", "the file is damaged or cut: get it again"
+        ) from error
+
+
+def open_bytes(path: str | Path) -> IO[bytes]:
+    """The decompressed content of a .gz, .bz2, .zst, .xz or plain file."""
+    suffix = Path(path).suffix.lower()
+    if suffix == ".gz":
+        return cast(IO[bytes], gzip.open(path, "rb"))
+    if suffix == ".bz2":
+        return cast(IO[bytes], bz2.open(path, "rb"))
+    if suffix == ".xz":
+        return cast(IO[bytes], lzma.open(path, "rb"))
+    if suffix == ".zst":
+        return cast(IO[bytes], zstandard.open(path, "rb"))
+    return open(path, "rb")
+
+
+def read_all(path: str | Path) -> bytes:
+    """The whole decompressed file; raises UserError for a damaged one."""
+    with reading(path), open_bytes(path) as file:
+        return file.read()
+
+
+def chunks_of(piece: Piece) -> Chunks:
+    """Decompressed chunks from a piece's start to the end of the file, with `own` as said above.
+
+    Pieces of .gz, .zst and .xz files are always whole files: these formats have no inner starts.
+    """
+    with reading(piece.path):
+        if piece.end < 0 or not can_cut(piece.path):
+            with open_bytes(piece.path) as file:
+                while chunk := file.read(CHUNK):
+                    yield chunk, True
+        elif piece.path.lower().endswith(".bz2"):
+            with open(piece.path, "rb") as file:
+                yield from BlockReader(file).read(piece.start, piece.end)
+        else:
+            yield from _plain(piece)
+
+
+def can_cut(path: str | Path) -> bool:
+    """Whether byte ranges of this file can be read on their own."""
+    return Path(path).suffix.lower() not in (".gz", ".zst", ".xz")
+
+
+def _plain(piece: Piece) -> Chunks:
+    with open(piece.path, "rb") as file:
+        file.seek(piece.start)
+        at = piece.start
+        while at < piece.end and (chunk := file.read(min(CHUNK, piece.end - at))):
+            at += len(chunk)
+            yield chunk, True
+        while chunk := file.read(CHUNK):
+            yield chunk, False
+
+
+def blocks_between(chunks: Chunks, start_tag: bytes, end_tag: bytes) -> Iterator[bytes]:
+    """The insides of `<page>` ... `</page>`, for each start that lies in an own chunk."""
+    buffer = bytearray()
+    own_end = 0  # bytes of the buffer that are ours
+    at = 0
+    keep = len(start_tag) - 1
+    for chunk, own in chunks:
+        buffer += chunk
+        if own:
+            own_end = len(buffer)
+        while True:
+            start = buffer.find(start_tag, at)
+            if start < 0 or start >= own_end:
+                if not own:
+                    # A start tag cut by the end of our own bytes still has `keep` bytes to come.
+                    if start >= own_end or len(buffer) - own_end >= keep:
+                        return
+                    break
+                at = max(at, len(buffer) - keep)
+                break
+            end = buffer.find(end_tag, start)
+            if end < 0:
+                at = start
+                break
+            yield bytes(buffer[start + len(start_tag) : end])
+            at = end + len(end_tag)
+        del buffer[:at]
+        own_end -= at
+        at = 0
+    if 0 <= buffer.find(start_tag) < own_end:
+        raise EOFError(f"it ends inside {start_tag.decode()}")
+
+
+def lines_of(chunks: Chunks, first: bool) -> Iterator[tuple[bytes, bool]]:
+    """Lines without their LF, with `own`. The LF before a line decides, so that the line right
+    after a cut belongs to the range before it. `first`: this range starts the file."""
+    tail = b""
+    started, own_line = first, True
+    for chunk, own in chunks:
+        parts = chunk.split(b"\n")
+        parts[0] = tail + parts[0]
+        tail = parts.pop()
+        for line in parts:
+            if started:
+                yield line, own_line
+            started, own_line = True, own
+    if tail and started:
+        yield tail, own_line
+
+
+def decode(data: bytes) -> str:
+    """Text of unknown encoding: a byte order mark decides, then UTF-8, then Windows Latin-1."""
+    if data.startswith(b"\xef\xbb\xbf"):
+        data = data[3:]
+    elif data.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return data.decode("utf-16", "replace")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        pass
+    try:
+        return data.decode("cp1252")
+    except UnicodeDecodeError:
+        return data.decode("latin-1")

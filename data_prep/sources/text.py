@@ -1,0 +1,144 @@
+"""Plain text: files of paragraphs, and files with one sentence a line."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from configs.errors import UserError
+from configs.schema import SourceConfig
+from data_prep.sources.base import (
+    RANGE_BYTES,
+    Document,
+    Piece,
+    Range,
+    Source,
+    cut_bytes,
+    group_files,
+)
+from data_prep.sources.streams import can_cut, chunks_of, decode, lines_of
+
+TEXT_SUFFIXES = tuple(
+    ending + packed for ending in (".txt", ".text") for packed in ("", ".gz", ".zst", ".bz2", ".xz")
+)
+LARGEST_DOCUMENT = 256 << 20
+# Separators that Unicode's idea of a line has, and files with one sentence a line do not (B03).
+_NOT_ENDS = re.compile("\r?[\v\f\x1c-\x1e\x85\u2028\u2029]|\r")
+
+
+class LineSource(Source):
+    """Files read line by line in units that cut large files at any byte."""
+
+    suffixes = TEXT_SUFFIXES
+    looks_like = "text files (.txt, .gz, .zst, .bz2, .xz)"
+
+    def plan(self) -> list[tuple[list[Piece], int]]:
+        units: list[tuple[list[Piece], int]] = []
+        small = []
+        for file in self.files():
+            if can_cut(file) and file.suffix != ".bz2" and file.stat().st_size > RANGE_BYTES:
+                units += cut_bytes(file, RANGE_BYTES)
+            else:
+                small.append(file)
+        return units + group_files(small)
+
+
+def groups_of_lines(piece: Piece) -> Iterator[list[str]]:
+    """Lines between blank lines; a group belongs to the piece that owns the blank line before it."""
+    lines: list[str] = []
+    ours = piece.start == 0
+    for raw, own in lines_of(chunks_of(piece), piece.start == 0):
+        text = _line(raw)
+        if text:
+            if ours:
+                lines.append(text)
+            continue
+        if lines:
+            yield lines
+            lines = []
+        ours = own
+        if not own:
+            return
+    if lines:
+        yield lines
+
+
+def _line(raw: bytes) -> str:
+    text = decode(raw)
+    text = text.removesuffix("\r")
+    return " ".join(_NOT_ENDS.sub(" ", text).split())
+
+
+def windows(
+    parts: Iterable[list[str]], sentences: int, presplit: bool, name: str
+) -> Iterator[Document]:
+    """Documents of about `sentences` sentences out of runs of paragraphs (or of sentences)."""
+    number = count = 0
+    held: list[str] = []
+    for part in parts:
+        for text in part:
+            held.append(text)
+            count += 1 if presplit else sentence_count(text)
+            if count >= sentences:
+                yield Document(f"{name}#{number}", held, presplit)
+                held, count = [], 0
+                number += 1
+    if held:
+        yield Document(f"{name}#{number}", held, presplit)
+
+
+def sentence_count(text: str) -> int:
+    """About how many sentences a paragraph has; enough to cut windows."""
+    return text.count(". ") + text.count("? ") + text.count("! ") + 1
+
+
+class SentencesSource(LineSource):
+    """One sentence a line, a blank line between documents: BERT's own input format."""
+
+    def documents(self, unit: Range, dropped: Counter[str]) -> Iterator[Document]:
+        for piece in unit.pieces:
+            name = f"{self.name}/{piece.path.rsplit('/', 1)[-1]}@{piece.start}"
+            groups = groups_of_lines(piece)
+            if self.config.document in ("window", "rows"):
+                yield from windows(groups, self.config.window_sentences, True, name)
+                continue
+            for number, lines in enumerate(groups):
+                yield Document(f"{name}#{number}", lines, presplit=True)
+
+
+class TextSource(LineSource):
+    """Text with blank lines between paragraphs. A document is a file, or a window of one."""
+
+    def __init__(self, config: SourceConfig) -> None:
+        super().__init__(config)
+        if config.document in ("chapter", "rows"):
+            raise UserError(
+                f"source {self.name}: document: {config.document} is not for kind: text",
+                "use file or window (chapters: kind: books)",
+            )
+
+    def plan(self) -> list[tuple[list[Piece], int]]:
+        if self.config.document == "window":
+            return super().plan()
+        for file in self.files():
+            if file.stat().st_size > LARGEST_DOCUMENT:
+                raise UserError(
+                    f"{file}: a document of {file.stat().st_size >> 20} MB",
+                    "a whole file is one document here; set document: window",
+                )
+        return group_files(self.files())
+
+    def documents(self, unit: Range, dropped: Counter[str]) -> Iterator[Document]:
+        for piece in unit.pieces:
+            name = f"{self.name}/{piece.path.rsplit('/', 1)[-1]}"
+            paragraphs = ([" ".join(lines)] for lines in groups_of_lines(piece))
+            if self.config.document == "window":
+                name = f"{name}@{piece.start}"
+                yield from windows(paragraphs, self.config.window_sentences, False, name)
+                continue
+            whole = [text for part in paragraphs for text in part]
+            if whole:
+                yield Document(name, whole)
+            else:
+                dropped["empty file"] += 1

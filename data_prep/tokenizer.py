@@ -1,0 +1,114 @@
+"""Tokenizers: WordPiece, SentencePiece unigram and BPE, byte-level BPE; trained here or loaded.
+
+Whatever the kind, the thing that encodes is a `tokenizers` object, the same that is saved for
+`transformers.AutoTokenizer`, so that preparation, training and export agree on every id.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer as Backend
+
+from configs.errors import UserError
+from configs.schema import VocabConfig
+from data_prep.tokenizer_models import ROLES, build_model, train_model
+
+INDEX = "tokenizer.json"
+
+
+class Tokenizer:
+    """A tokenizer with BERT's five special tokens.
+
+    vocab_size: ids are below it. special_ids: pad, unk, cls, sep, mask -> id. word_start: bool
+    [vocab_size], whether a token starts a word. fingerprint: changes with anything that changes ids.
+    """
+
+    def __init__(
+        self, backend: Backend, kind: str, specials: dict[str, str], switches: dict[str, object]
+    ) -> None:
+        self.backend, self.kind, self.specials, self.switches = backend, kind, specials, switches
+        vocab = backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocab.values()) + 1
+        self.special_ids = {role: vocab[specials[role]] for role in ROLES}
+        self.tokens = [""] * self.vocab_size
+        for token, number in vocab.items():
+            self.tokens[number] = token
+        self.word_start = np.array([self._starts_word(token) for token in self.tokens], dtype=bool)
+        self.dtype = np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.int32)
+        self.fingerprint = hashlib.blake2b(backend.to_str().encode(), digest_size=16).hexdigest()
+
+    def _starts_word(self, token: str) -> bool:
+        if token in self.specials.values():
+            return True
+        if self.kind == "wordpiece":
+            return not token.startswith("##")
+        return token.startswith("Ġ" if self.kind == "byte-bpe" else "▁")
+
+    def encode_sentences(self, sentences: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Ids of all sentences in a row (uint16 or int32) and offsets (int64 [n + 1]); no special
+        tokens are added."""
+        encoded = self.backend.encode_batch_fast(list(sentences), add_special_tokens=False)
+        ids = [one.ids for one in encoded]
+        offsets = np.zeros(len(ids) + 1, dtype=np.int64)
+        np.cumsum([len(one) for one in ids], out=offsets[1:])
+        values = np.fromiter((i for one in ids for i in one), self.dtype, int(offsets[-1]))
+        return values, offsets
+
+    def save(self, folder: str | Path) -> Path:
+        """Writes a folder that `transformers.AutoTokenizer` opens; each file appears whole."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        names = {f"{role}_token": token for role, token in self.specials.items()}
+        config = {
+            "tokenizer_class": "BertTokenizer"
+            if self.kind == "wordpiece"
+            else "PreTrainedTokenizerFast",
+            "model_max_length": 512,
+            "clean_up_tokenization_spaces": False,
+            "lambert_kind": self.kind,
+            **self.switches,
+            **names,
+        }
+        _write(
+            folder / "tokenizer_config.json",
+            json.dumps(config, indent=1, ensure_ascii=False) + "\n",
+        )
+        _write(folder / "special_tokens_map.json", json.dumps(names, indent=1) + "\n")
+        if self.kind == "wordpiece":
+            _write(folder / "vocab.txt", "".join(f"{token}\n" for token in self.tokens))
+        _write(folder / INDEX, self.backend.to_str(pretty=True))
+        return folder
+
+
+def load(config: VocabConfig | str | Path) -> Tokenizer:
+    """The tokenizer a recipe's `vocab.file` names, or one saved in a folder.
+
+    Raises:
+        UserError: no such file, a special token missing, an entry listed twice.
+    """
+    if not isinstance(config, VocabConfig):
+        config = VocabConfig(file=str(config), kind="")
+    return Tokenizer(*build_model(config))
+
+
+def train(config: VocabConfig, texts: Iterator[str]) -> Tokenizer:
+    """Trains a tokenizer of config.kind and config.size on texts."""
+    return Tokenizer(*train_model(config, texts))
+
+
+def _write(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with open(temporary, "w", encoding="utf-8", newline="\n") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+__all__ = ["Tokenizer", "UserError", "load", "train"]

@@ -1,0 +1,324 @@
+"""Builds and trains the `tokenizers` object behind each kind of tokenizer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from tokenizers import (
+    AddedToken,
+    Regex,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+from tokenizers import Tokenizer as Backend
+
+from configs.errors import UserError
+from configs.schema import VocabConfig
+
+ROLES = ("pad", "unk", "cls", "sep", "mask")
+# What each role is called, most usual first, in the vocabularies people have.
+NAMES = {
+    "pad": ("[PAD]", "<pad>"),
+    "unk": ("[UNK]", "<unk>"),
+    "cls": ("[CLS]", "<s>"),
+    "sep": ("[SEP]", "</s>"),
+    "mask": ("[MASK]", "<mask>"),
+}
+BERT_SPECIALS = {role: names[0] for role, names in NAMES.items()}
+BYTE_SPECIALS = {role: names[1] for role, names in NAMES.items()}
+# ALBERT's names for SentencePiece vocabularies.
+PIECE_SPECIALS = {"pad": "<pad>", "unk": "<unk>", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
+
+Built = tuple[Backend, str, dict[str, str], dict[str, object]]
+
+
+def build_model(config: VocabConfig) -> Built:
+    """The backend, its kind, special tokens by role, and switches, from config.file."""
+    path = Path(config.file).expanduser()
+    if path.is_dir():
+        return _from_folder(path, config)
+    if not path.is_file():
+        raise UserError(
+            f"vocab.file={config.file}: no such file", "give a vocab.txt, tokenizer.json or .model"
+        )
+    if path.suffix == ".json":
+        return _from_json(path, config)
+    if path.suffix == ".model":
+        return _from_pieces(path.read_bytes(), str(path), config)
+    return _wordpiece(read_vocab(path), str(path), config)
+
+
+def train_model(config: VocabConfig, texts: Iterator[str]) -> Built:
+    """Trains on texts; see `build_model` for what comes back."""
+    if config.kind == "wordpiece":
+        return _train_wordpiece(config, texts)
+    if config.kind == "byte-bpe":
+        return _train_byte_bpe(config, texts)
+    if config.kind in ("unigram", "bpe"):
+        return _train_pieces(config, texts)
+    raise UserError(f"vocab.kind={config.kind}", "known kinds: wordpiece, unigram, bpe, byte-bpe")
+
+
+def read_vocab(path: Path) -> dict[str, int]:
+    """token -> id of a vocab.txt; only LF ends a line, a blank last line counts for nothing (B07).
+
+    Raises:
+        UserError: not UTF-8, an entry listed twice, a blank line between entries.
+    """
+    try:
+        lines = path.read_bytes().decode("utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{path}: not UTF-8 ({error})", "a vocab.txt has one token a line"
+        ) from None
+    lines = [line.removesuffix("\r") for line in lines]
+    while lines and not lines[-1].strip():
+        lines.pop()
+    vocab: dict[str, int] = {}
+    for number, token in enumerate(lines):
+        if not token:
+            raise UserError(
+                f"{path}: line {number + 1} is blank", "remove it; ids are line numbers"
+            )
+        if token in vocab:
+            raise UserError(
+                f"{path}: {token!r} is listed twice (lines {vocab[token] + 1} and {number + 1})",
+                "each entry has one id: remove one of the two",
+            )
+        vocab[token] = number
+    return vocab
+
+
+def find_specials(
+    vocab: dict[str, int], origin: str, known: dict[str, str] | None = None
+) -> dict[str, str]:
+    """The token of each role; raises UserError naming what the vocabulary lacks."""
+    found, missing = {}, []
+    for role in ROLES:
+        names = ((known or {}).get(role), *NAMES[role])
+        token = next((name for name in names if name and name in vocab), None)
+        if token is None:
+            missing.append((known or {}).get(role) or NAMES[role][0])
+        else:
+            found[role] = token
+    if missing:
+        raise UserError(
+            f"{origin}: the vocabulary has no {', '.join(missing)}",
+            "BERT needs [PAD] [UNK] [CLS] [SEP] [MASK]; train one with `python -m data_prep vocab`",
+        )
+    return found
+
+
+def _switches(config: VocabConfig) -> dict[str, object]:
+    strip = config.lowercase if config.strip_accents is None else config.strip_accents
+    return {
+        "do_lower_case": config.lowercase,
+        "strip_accents": strip,
+        "tokenize_chinese_chars": True,
+    }
+
+
+def _finish(backend: Backend, specials: dict[str, str]) -> None:
+    """Special tokens are known as such, and a pair gets [CLS] A [SEP] B [SEP]."""
+    backend.add_special_tokens(
+        [AddedToken(specials[r], special=True, normalized=False) for r in ROLES]
+    )
+    cls, sep = specials["cls"], specials["sep"]
+    ids = [(cls, backend.token_to_id(cls)), (sep, backend.token_to_id(sep))]
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"{cls}:0 $A:0 {sep}:0",
+        pair=f"{cls}:0 $A:0 {sep}:0 $B:1 {sep}:1",
+        special_tokens=ids,
+    )
+
+
+def _wordpiece(vocab: dict[str, int], origin: str, config: VocabConfig) -> Built:
+    specials = find_specials(vocab, origin)
+    backend = Backend(
+        models.WordPiece(vocab, unk_token=specials["unk"], max_input_chars_per_word=100)
+    )
+    _bert_steps(backend, config)
+    _finish(backend, specials)
+    return backend, "wordpiece", specials, _switches(config)
+
+
+def _bert_steps(backend: Backend, config: VocabConfig) -> None:
+    strip = config.lowercase if config.strip_accents is None else config.strip_accents
+    backend.normalizer = normalizers.BertNormalizer(
+        clean_text=True, handle_chinese_chars=True, strip_accents=strip, lowercase=config.lowercase
+    )
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece(prefix="##")
+
+
+def _train_wordpiece(config: VocabConfig, texts: Iterator[str]) -> Built:
+    backend = Backend(models.WordPiece(unk_token="[UNK]"))
+    _bert_steps(backend, config)
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=config.size,
+        min_frequency=config.min_frequency,
+        special_tokens=list(BERT_SPECIALS.values()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    return _wordpiece(backend.get_vocab(), "the trained vocabulary", config)
+
+
+def _byte_steps(backend: Backend) -> None:
+    # A sentence starts with a space, so that its first word is the same token as elsewhere.
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    backend.decoder = decoders.ByteLevel()
+
+
+def _byte_bpe(vocab: dict[str, int], merges: list[tuple[str, str]], origin: str) -> Built:
+    specials = find_specials(vocab, origin)
+    backend = Backend(models.BPE(vocab, merges))
+    _byte_steps(backend)
+    _finish(backend, specials)
+    return backend, "byte-bpe", specials, {"add_prefix_space": True}
+
+
+def _train_byte_bpe(config: VocabConfig, texts: Iterator[str]) -> Built:
+    backend = Backend(models.BPE())
+    _byte_steps(backend)
+    trainer = trainers.BpeTrainer(
+        vocab_size=config.size,
+        min_frequency=config.min_frequency,
+        special_tokens=list(BYTE_SPECIALS.values()),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    model = json.loads(backend.to_str())["model"]
+    return _byte_bpe(
+        model["vocab"], [tuple(pair) for pair in model["merges"]], "the trained vocabulary"
+    )
+
+
+def _from_folder(folder: Path, config: VocabConfig) -> Built:
+    if (folder / "tokenizer.json").is_file():
+        return _from_json(folder / "tokenizer.json", config)
+    if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+        vocab = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
+        lines = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")
+        merges = [
+            tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")
+        ]
+        return _byte_bpe(vocab, merges, str(folder))
+    if (folder / "vocab.txt").is_file():
+        return _wordpiece(read_vocab(folder / "vocab.txt"), str(folder / "vocab.txt"), config)
+    raise UserError(
+        f"{folder}: no tokenizer in it",
+        "a folder holds tokenizer.json, or vocab.json with merges.txt, or vocab.txt",
+    )
+
+
+def _from_json(path: Path, config: VocabConfig) -> Built:
+    try:
+        backend = Backend.from_file(str(path))
+    except Exception as error:
+        raise UserError(f"{path}: not a tokenizer.json ({error})", "it may be cut off") from None
+    side: dict[str, object] = {}
+    if (path.parent / "tokenizer_config.json").is_file():
+        side = json.loads((path.parent / "tokenizer_config.json").read_text(encoding="utf-8"))
+    known = {}
+    for role in ROLES:
+        value = side.get(f"{role}_token")
+        known[role] = str(value.get("content") if isinstance(value, dict) else value or "")
+    specials = find_specials(backend.get_vocab(with_added_tokens=True), str(path), known)
+    content = json.loads(backend.to_str())
+    kind = {"WordPiece": "wordpiece", "Unigram": "unigram"}.get(content["model"]["type"], "bpe")
+    if kind == "bpe" and "ByteLevel" in json.dumps(content["pre_tokenizer"]):
+        kind = "byte-bpe"
+    keep = ("do_lower_case", "strip_accents", "tokenize_chinese_chars", "add_prefix_space")
+    switches = {key: side[key] for key in keep if key in side}
+    return backend, kind, specials, switches
+
+
+def _piece_steps(backend: Backend, charsmap: bytes, config: VocabConfig) -> None:
+    steps: list[normalizers.Normalizer] = []
+    strip = config.lowercase if config.strip_accents is None else config.strip_accents
+    if strip:
+        steps += [normalizers.NFKD(), normalizers.StripAccents()]
+    if config.lowercase:
+        steps.append(normalizers.Lowercase())
+    if charsmap:
+        steps.append(normalizers.Precompiled(charsmap))
+    steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+    backend.normalizer = normalizers.Sequence(steps)
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="always")
+    backend.decoder = decoders.Metaspace(replacement="▁", prepend_scheme="always")
+
+
+def _from_pieces(model: bytes, origin: str, config: VocabConfig) -> Built:
+    from sentencepiece import sentencepiece_model_pb2
+
+    proto = sentencepiece_model_pb2.ModelProto()
+    try:
+        proto.ParseFromString(model)
+    except Exception as error:
+        raise UserError(
+            f"{origin}: not a SentencePiece model ({error})", "it may be cut off"
+        ) from None
+    pieces = [(piece.piece, piece.score) for piece in proto.pieces]
+    vocab = {piece: number for number, (piece, _) in enumerate(pieces)}
+    specials = find_specials(vocab, origin)
+    if proto.trainer_spec.model_type == 1:
+        kind = "unigram"
+        backend = Backend(
+            models.Unigram(pieces, vocab[specials["unk"]], proto.trainer_spec.byte_fallback)
+        )
+    else:
+        kind = "bpe"
+        merges = _merges(vocab)
+        backend = Backend(models.BPE(vocab, merges, unk_token=specials["unk"], fuse_unk=True))
+    _piece_steps(backend, proto.normalizer_spec.precompiled_charsmap, config)
+    _finish(backend, specials)
+    return backend, kind, specials, _switches(config)
+
+
+def _merges(vocab: dict[str, int]) -> list[tuple[str, str]]:
+    """SentencePiece lists BPE pieces by rank; a merge is every way to make a piece of two others."""
+    merges = []
+    for piece, rank in vocab.items():
+        ways = [
+            (vocab[piece[:cut]], vocab[piece[cut:]], piece[:cut], piece[cut:])
+            for cut in range(1, len(piece))
+            if piece[:cut] in vocab and piece[cut:] in vocab
+        ]
+        merges += [(rank, *way) for way in sorted(ways)]
+    return [(left, right) for *_, left, right in sorted(merges, key=lambda merge: merge[0])]
+
+
+def _train_pieces(config: VocabConfig, texts: Iterator[str]) -> Built:
+    import io
+
+    import sentencepiece
+
+    probe = Backend(models.Unigram())
+    _piece_steps(probe, b"", config)
+    assert probe.normalizer is not None
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=map(probe.normalizer.normalize_str, texts),
+        model_writer=model,
+        model_type=config.kind,
+        vocab_size=config.size,
+        character_coverage=0.9995,
+        pad_id=0,
+        unk_id=1,
+        bos_id=-1,
+        eos_id=-1,
+        pad_piece="<pad>",
+        unk_piece="<unk>",
+        control_symbols=["[CLS]", "[SEP]", "[MASK]"],
+        num_threads=1,
+        minloglevel=2,
+    )
+    return _from_pieces(model.getvalue(), "the trained vocabulary", config)
