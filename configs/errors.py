@@ -6,10 +6,16 @@ import sys
 from collections.abc import Callable
 
 USER_ERROR_EXIT = 2
+# Exit codes of `python -m pretrain train`, which schedulers and scripts may act on.
+PREEMPTED_EXIT = 75  # stopped by a signal after saving: the same command goes on
+DIVERGED_EXIT = 76  # NaN, overflow or spikes beyond the guard's patience: going on is no use
+LOST_RANK_EXIT = 77  # a process died or hung: the same command goes on from the last checkpoint
 
 
 class UserError(Exception):
     """A mistake the user can mend: `what` names the file, key or value, `remedy` says what to do."""
+
+    exit_code = USER_ERROR_EXIT
 
     def __init__(self, what: str, remedy: str = "") -> None:
         super().__init__(what)
@@ -21,12 +27,12 @@ class UserError(Exception):
 
 
 def run_cli(main: Callable[[], int | None]) -> None:
-    """Runs a command's `main` and exits: 0 or its return value, 2 for a UserError, 130 for Ctrl-C."""
+    """Runs a command's `main` and exits: 0 or its return value, 2 (or its own code) for a UserError, 130 for Ctrl-C."""
     try:
         code = main() or 0
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
-        code = USER_ERROR_EXIT
+        code = error.exit_code
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from what is finished", file=sys.stderr)
         code = 130
