@@ -81,6 +81,8 @@ class ParallelConfig:
 
     tp: int = 1
     zero_stage: int = 1
+    # auto (DeepSpeed where ZeRO has something to share out, else lean) | deepspeed | lean
+    engine: str = "auto"
     sequence_parallel: bool = False
     # Token budget of one forward pass on one GPU (packed). 0 = the largest that fits.
     micro_batch_tokens: int = 8192
