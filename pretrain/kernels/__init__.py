@@ -11,20 +11,29 @@ Dropout is a pure function of (token key, seed, site, channel): see `hashing.py`
 
 from __future__ import annotations
 
-from types import ModuleType
+import importlib.util
+from typing import Any
 
 import torch
 
 from configs.errors import UserError
 
 
-def select(name: str, device: torch.device | str) -> ModuleType:
+def select(name: str, device: torch.device | str) -> Any:
     """The kernels to use on `device`. name: `auto` (fused where they run) | `plain`.
 
+    Fused needs a CUDA GPU with bf16 matrix units (compute capability 8.0) and Triton.
     Raises UserError for any other name.
     """
     from pretrain.kernels import plain
 
     if name not in ("auto", "plain"):
         raise UserError(f"train.kernels={name} is not known", "use auto or plain")
-    return plain
+    device = torch.device(device)
+    if name == "plain" or device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return plain
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return plain
+    from pretrain.kernels import fused
+
+    return fused

@@ -131,7 +131,7 @@ class _VocabularyLoss(torch.autograd.Function):
         return loss, correct
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor, _: Tensor):  # type: ignore[override]
+    def backward(ctx: Any, grad_loss: Tensor, _: Tensor):
         probabilities, index, mine, weights = ctx.saved_tensors
         one_hot = mine.to(probabilities.dtype)[:, None]
         grad = probabilities.scatter_add(1, index, -one_hot)

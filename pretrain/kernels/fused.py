@@ -1,0 +1,27 @@
+"""The fused kernels behind the same names as `plain`."""
+
+from __future__ import annotations
+
+from pretrain.kernels.plain import LambTable, embedding
+from pretrain.kernels.triton_attention import attention
+from pretrain.kernels.triton_lamb import lamb_apply, lamb_moments
+from pretrain.kernels.triton_loss import linear_cross_entropy
+from pretrain.kernels.triton_pointwise import (
+    bias_dropout_add_norm,
+    bias_gelu,
+    dropout,
+    layer_norm,
+)
+
+__all__ = [
+    "LambTable",
+    "attention",
+    "bias_dropout_add_norm",
+    "bias_gelu",
+    "dropout",
+    "embedding",
+    "lamb_apply",
+    "lamb_moments",
+    "layer_norm",
+    "linear_cross_entropy",
+]
