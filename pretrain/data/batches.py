@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,7 +47,7 @@ class MicroBatch:
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
         """A copy with `change` applied to every tensor."""
-        tensors = {
+        tensors: dict[str, Any] = {
             f.name: change(value)
             for f in fields(self)
             if isinstance(value := getattr(self, f.name), torch.Tensor)

@@ -1,0 +1,247 @@
+"""Ends the whole job when one rank dies or hangs, and says which one and where it stood.
+
+Without it the others wait in a collective for ever, or until a time-out half an hour later that
+names the wrong rank. Each rank has a thread that writes a sign of life to a small TCP store held by
+rank 0 every second; rank 0's thread looks at all of them and publishes a verdict; every thread acts
+on it: the stacks of its process to standard error and to train/stacks/, then exit code 77.
+
+- An exception on a rank: `fail` publishes it and every rank ends with that rank's error.
+- A dead process or machine: its signs of life stop.
+- A hang: its main thread has not called `beat` for too long. All ranks stop beating then (they wait
+  for the hung one), so the ranks with the fewest beats are the ones named; ranks therefore have to
+  beat at the same places.
+
+Limits are shares of guard.hang_timeout_s, so that the job has ended when that time is over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from configs.errors import LOST_RANK_EXIT
+
+_HANG_SHARE, _DEAD_SHARE = 0.75, 0.4
+_STARTUP_S = 3600.0  # until the first update is done: building, compiling, loading
+_GAPS = 31
+_PEER_ERRORS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL error",
+                "ncclRemoteError", "Socket Timeout", "Timed out waiting")  # fmt: skip
+
+
+class Watchdog:
+    """Started on every rank once the process group is there; see the module's text.
+
+    Args:
+        folder: where stacks go. timeout_s: guard.hang_timeout_s; 0 = off.
+        store: a torch.distributed TCPStore of its own (None for one process); see `connect`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        timeout_s: float,
+        rank: int = 0,
+        world: int = 1,
+        store: Any = None,
+        poll_s: float = 1.0,
+        leave: Callable[[int], Any] = os._exit,
+    ) -> None:
+        self.folder, self.timeout_s, self.rank, self.world = folder, timeout_s, rank, world
+        self.store, self.poll_s, self.leave = store, poll_s, leave
+        self._beats, self._what, self._at = 0, "start", time.monotonic()
+        self._extra, self._running = _STARTUP_S, False
+        self._gaps: deque[float] = deque(maxlen=_GAPS)
+        self._ticks, self._done = 0, threading.Event()
+        self._seen: dict[int, tuple[str, float]] = {}
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        if timeout_s > 0:
+            self._say_alive()
+            self._thread.start()
+
+    # --- called by the training loop
+
+    def beat(self, what: str) -> None:
+        """The main thread has come to `what` (a word or two); all ranks beat at the same places."""
+        now = time.monotonic()
+        if self._running and not self._extra:
+            self._gaps.append(now - self._at)
+        self._beats, self._what, self._at = self._beats + 1, what, now
+
+    def running(self) -> None:
+        """The first update is done: from now on silence is a hang."""
+        self._running, self._extra = True, 0.0
+        self._at = time.monotonic()
+
+    @contextlib.contextmanager
+    def patience(self, seconds: float) -> Iterator[None]:
+        """Silence inside may last so much longer (compiling, evaluating, saving)."""
+        before, self._extra = self._extra, self._extra + seconds
+        try:
+            yield
+        finally:
+            self._extra, self._at = before, time.monotonic()
+
+    def fail(self, error: BaseException) -> None:
+        """Tells the other ranks what ended this one. The caller goes on to raise the error."""
+        if self.timeout_s <= 0 or self.store is None:
+            return
+        text = "".join(traceback.format_exception(error)).strip()
+        if any(sign in text for sign in _PEER_ERRORS):
+            # A peer's death looks like this from here; its own silence is about to name it.
+            self._done.wait(_DEAD_SHARE * self.timeout_s + 5 * self.poll_s)
+        with contextlib.suppress(RuntimeError):
+            # The first error is the cause; those of the other ranks follow from it.
+            self.store.compare_set("verdict", "", f"{self._name()} failed in {self._what}:\n{text}")
+            if self.rank == 0:  # the store ends with this process: let the others read first
+                time.sleep(3 * self.poll_s)
+        self._done.set()
+
+    def close(self) -> None:
+        """The orderly end, on every rank: nobody takes it for a death."""
+        if self.timeout_s <= 0:
+            return
+        self._done.set()
+        self._thread.join()
+        faulthandler.cancel_dump_traceback_later()
+        if self.store is None:
+            return
+        with contextlib.suppress(RuntimeError):
+            self.store.add("left", 1)
+            end = time.monotonic() + self.timeout_s
+            while (
+                self.rank == 0 and time.monotonic() < end and self.store.add("left", 0) < self.world
+            ):
+                time.sleep(0.02)
+
+    # --- the thread
+
+    def _watch(self) -> None:
+        while not self._done.wait(self.poll_s):
+            try:
+                verdict = self._look()
+            except RuntimeError:  # the store is gone
+                verdict = (
+                    "" if self._done.is_set() else f"rank 0 is gone (seen from {self._name()})"
+                )
+            if verdict and not self._done.is_set():
+                self._end(verdict)
+                return
+
+    def _look(self) -> str:
+        self._say_alive()
+        if self.store is None:
+            return self._judge({0: self._sign()})
+        if self.store.check(["verdict"]):
+            return str(self.store.get("verdict").decode())
+        if self.rank == 0:
+            signs = self._signs()
+            verdict = self._judge(signs)
+            if verdict:
+                verdict = str(self.store.compare_set("verdict", "", verdict).decode())
+                time.sleep(3 * self.poll_s)  # the others read it before the store ends with us
+            return verdict
+        return ""
+
+    def _sign(self) -> dict[str, Any]:
+        limit = max(_HANG_SHARE * self.timeout_s, 5 * median(self._gaps) if self._gaps else 0.0)
+        return {"tick": self._ticks, "beats": self._beats, "what": self._what, "name": self._name(),
+                "age": time.monotonic() - self._at, "limit": limit + self._extra,
+                "dead": self.timeout_s * (1.0 if self._extra else _DEAD_SHARE)}  # fmt: skip
+
+    def _say_alive(self) -> None:
+        self._ticks += 1
+        if self.store is not None:
+            self.store.set(f"rank/{self.rank}", json.dumps(self._sign()))
+        # A C thread: it shows the stacks and ends the process even if a call keeps the GIL.
+        limit = self.timeout_s * (2.0 if self._extra else _HANG_SHARE)
+        faulthandler.dump_traceback_later(limit, exit=True)
+
+    def _signs(self) -> dict[int, dict[str, Any]]:
+        started = [
+            r for r in range(self.world) if r in self._seen or self.store.check([f"rank/{r}"])
+        ]
+        texts = self.store.multi_get([f"rank/{r}" for r in started])
+        now = time.monotonic()
+        for rank, raw in zip(started, texts):
+            text = raw.decode()
+            if self._seen.get(rank, ("", 0.0))[0] != text:
+                self._seen[rank] = text, now
+        return {rank: json.loads(self._seen[rank][0]) for rank in started}
+
+    def _judge(self, signs: dict[int, dict[str, Any]]) -> str:
+        now = time.monotonic()
+        silent = {r: now - at for r, (_, at) in self._seen.items() if r in signs}
+        dead = [r for r, age in silent.items() if age > signs[r]["dead"]]
+        if dead:
+            return "\n".join(
+                f"{signs[r]['name']} gave no sign of life for {silent[r]:.0f} s, last seen in "
+                f"{signs[r]['what']}: the process died, was stopped, or its machine is lost"
+                for r in dead
+            )
+        if all(sign["age"] <= sign["limit"] for sign in signs.values()):
+            return ""
+        fewest = min(sign["beats"] for sign in signs.values())
+        return "\n".join(
+            f"{sign['name']} hangs in {sign['what']} since {sign['age']:.0f} s"
+            for sign in signs.values()
+            if sign["beats"] == fewest
+        )
+
+    def _end(self, verdict: str) -> None:
+        faulthandler.cancel_dump_traceback_later()
+        print(f"error: {verdict}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):
+            stacks = self.folder / "stacks"
+            stacks.mkdir(parents=True, exist_ok=True)
+            with (stacks / f"rank-{self.rank}.txt").open("w") as file:
+                file.write(f"{verdict}\n\n")
+                file.flush()
+                faulthandler.dump_traceback(file)
+            if self._name() in verdict:  # one stack on the screen: the one that matters
+                faulthandler.dump_traceback(sys.stderr)
+        print(
+            f"rank {self.rank} leaves; all stacks are in {self.folder / 'stacks'}; "
+            "the same command goes on from the last checkpoint",
+            file=sys.stderr,
+            flush=True,
+        )
+        self.leave(LOST_RANK_EXIT)
+
+    def _name(self) -> str:
+        return f"rank {self.rank} ({socket.gethostname()}, pid {os.getpid()})"
+
+
+def connect(rank: int, world: int, device: Any = "cpu") -> Any:
+    """A store of the watchdog's own on rank 0's machine, or None for one process.
+
+    Needs the default process group; its port is free and told to the others by a broadcast.
+    """
+    if world == 1:
+        return None
+    import datetime
+
+    import torch
+    import torch.distributed as dist
+
+    host = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    wait = datetime.timedelta(seconds=60)
+    store = None
+    if rank == 0:
+        store = dist.TCPStore(host, 0, None, True, wait, wait_for_workers=False)
+    port = torch.tensor([store.port if store else 0], device=device)
+    dist.broadcast(port, 0)
+    if store is None:
+        store = dist.TCPStore(host, int(port.item()), None, False, wait, wait_for_workers=False)
+    return store
