@@ -35,10 +35,12 @@ def build(
         from pretrain.kernels import select
 
         kernels = select("plain", torch.device("cpu"))
-    layers = TensorParallelLayers(tp_group, sequence_parallel) if tp_group else PlainLayers()
+    layers = (
+        TensorParallelLayers(tp_group, sequence_parallel) if _size(tp_group) > 1 else PlainLayers()
+    )
     model = BertForPreTraining(config, layers, kernels, seed, recompute)
     parts = pieces(model, config, layers.tp, layers.rank)
-    if sequence_parallel and tp_group:
+    if sequence_parallel and layers.tp > 1:
         _mark_partial(model)
     if init:
         initialise(parts, config.initializer_range, seed)
@@ -51,3 +53,7 @@ def _mark_partial(model: BertForPreTraining) -> None:
         replicated = not getattr(param, "tensor_model_parallel", False)
         if replicated and not name.startswith("pooler"):
             param.sequence_partial = True  # type: ignore[attr-defined]
+
+
+def _size(group: Any) -> int:
+    return 1 if group is None else int(group.size())

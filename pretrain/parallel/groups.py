@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Groups:
-    """tp_group is None at tp 1, dp_group is None at dp 1: then no collective is ever called."""
+    """With tp 1 or dp 1 no collective of that direction is ever called, and its group may be None."""
 
     tp: int
     dp: int
@@ -53,5 +53,5 @@ def make_groups(tp: int, world: int, rank: int) -> Groups:
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_data_parallel_rank(),
         parallel_state.get_tensor_model_parallel_group(),
-        parallel_state.get_data_parallel_group() if dp > 1 else None,
+        parallel_state.get_data_parallel_group(),
     )

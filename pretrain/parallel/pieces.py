@@ -60,7 +60,7 @@ def pieces(model: nn.Module, config: ModelConfig, tp: int = 1, tp_rank: int = 0)
 def _walk(model: nn.Module, config: ModelConfig, tp: int, tp_rank: int) -> Iterator[Piece]:
     for name, param in model.named_parameters():
         sharded = bool(getattr(param, "tensor_model_parallel", False)) and tp > 1
-        dim = int(param.partition_dim) if sharded else -1
+        dim = int(getattr(param, "partition_dim", -1)) if sharded else -1
         decayed = not (name.endswith("bias") or "LayerNorm" in name)
         fused = ".qkv." in name
         parts = ("query", "key", "value") if fused else ("",)

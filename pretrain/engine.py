@@ -1,0 +1,250 @@
+"""The engines: they hold weights, gradients and optimiser state, and make one update of them.
+
+`LeanEngine` here is plain torch: gradients are added up in flat fp32 buffers and reduced once per
+global batch, bucket by bucket while the last backward pass still runs; under ZeRO-1 each rank
+updates its part of every bucket and the weights are gathered. `pretrain.engine_deepspeed` does the
+same with DeepSpeed's ZeRO optimisers. Both offer a `Shard`, which LAMB and checkpoints work on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from configs.schema import Recipe
+from pretrain.optim.lamb import Lamb, Update
+from pretrain.optim.scaler import LossScaler
+from pretrain.parallel.groups import Groups
+from pretrain.parallel.pieces import Piece
+from pretrain.parallel.slices import Shard, make_slices
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES["fp8"] = torch.bfloat16  # fp8 is a choice of the kernels; weights and activations are bf16
+BUCKET = 25_000_000  # elements of a gradient bucket: 100 MB in fp32
+ALIGN = 128  # elements; a parameter starts on a 256-byte boundary in bf16
+
+
+class Engine:
+    """What the trainer uses. `model` is called directly; its weights have the training dtype."""
+
+    model: nn.Module
+    shard: Shard
+    lamb: Lamb
+
+    def __init__(self, recipe: Recipe, pieces: list[Piece], groups: Groups) -> None:
+        guard = recipe.guard
+        self.pieces, self.groups = pieces, groups
+        self.scaler = LossScaler(
+            recipe.train.precision == "fp16", guard.initial_loss_scale, guard.min_loss_scale
+        )
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """Adds the gradient of `loss` (this micro-batch's share of the update's loss, to be
+        summed over ranks). last: no more follow in this update; gradients are reduced."""
+        raise NotImplementedError
+
+    def step(self, lr: float) -> Update:
+        """Applies the reduced gradients and forgets them."""
+        raise NotImplementedError
+
+    def refresh(self) -> None:
+        """Fills the model's weights from the masters (after loading a checkpoint)."""
+        raise NotImplementedError
+
+    def state(self) -> dict[str, Any]:
+        """The scalars that resume needs, for JSON."""
+        return {"optimizer_steps": self.lamb.steps, "scaler": self.scaler.state()}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.lamb.steps = int(state["optimizer_steps"])
+        self.scaler.load(state["scaler"])
+        self.shard.zero_padding()
+        self.refresh()
+
+
+@dataclass
+class Bucket:
+    """A range of the flat buffers that is reduced as one; `shard_at`: of this rank's part of it in
+    the flat optimiser tensors."""
+
+    begin: int
+    end: int
+    params: list[nn.Parameter]
+    shard_at: int
+    waiting: int = 0
+    work: Any = None
+
+
+class LeanEngine(Engine):
+    """ZeRO-0 and ZeRO-1 in any precision, with LAMB as the optimiser."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        model: nn.Module,
+        pieces: list[Piece],
+        groups: Groups,
+        kernels: Any,
+        device: torch.device,
+    ) -> None:
+        super().__init__(recipe, pieces, groups)
+        self.model = model
+        dtype = DTYPES[recipe.train.precision]
+        self.sharded = recipe.parallel.zero_stage > 0 and groups.dp > 1
+        self.ranks = groups.dp if self.sharded else 1
+        params = list(model.parameters())
+        self.buckets, self.places = _layout(params, self.ranks)
+        total = self.buckets[-1].end
+        self.weights = torch.zeros(total, dtype=dtype, device=device)
+        self.grads = torch.zeros(total, dtype=torch.float32, device=device)
+        self._move_in(params, dtype)
+        self.shard = self._make_shard(device, dtype)
+        if recipe.optimizer.implementation == "lambert":
+            self.lamb = Lamb(pieces, self.shard, recipe.optimizer, groups, kernels)
+        else:
+            from pretrain.optim.whole import WholeTensorLamb
+
+            self.lamb = WholeTensorLamb(pieces, self.shard, recipe.optimizer, groups, kernels)
+        # The rounded copy of this rank's masters, which the other ranks gather.
+        self.low: Tensor | None = None
+        if dtype != torch.float32:
+            self.low = (
+                self.weights
+                if not self.sharded
+                else torch.empty_like(self.shard.master, dtype=dtype)
+            )
+        self.reduced = torch.zeros_like(self.shard.master) if self.sharded else self.grads
+        self._first = True
+        self._last = False
+
+    def _move_in(self, params: Sequence[nn.Parameter], dtype: torch.dtype) -> None:
+        bucket_of = {id(p): b for b in self.buckets for p in b.params}
+        self._main: dict[int, Tensor] = {}
+        for p in params:
+            at = self.places[id(p)]
+            view = self.weights[at : at + p.numel()].view(p.shape)
+            view.copy_(p.data)
+            p.data = view
+            self._main[id(p)] = self.grads[at : at + p.numel()].view(p.shape)
+            if dtype == torch.float32:
+                p.grad = self._main[id(p)]
+            bucket = bucket_of[id(p)]
+            p.register_post_accumulate_grad_hook(lambda p, b=bucket: self._arrived(p, b))
+
+    def _make_shard(self, device: torch.device, dtype: torch.dtype) -> Shard:
+        if not self.sharded:
+            master = self.weights if dtype == torch.float32 else self.weights.float()
+        else:
+            master = torch.cat([self._part(self.weights, b) for b in self.buckets]).float()
+        held = []
+        for bucket in self.buckets:
+            size = (bucket.end - bucket.begin) // self.ranks
+            low = bucket.begin + (self.groups.dp_rank if self.sharded else 0) * size
+            for p in bucket.params:
+                at = self.places[id(p)]
+                begin, end = max(at, low), min(at + p.numel(), low + size)
+                if begin < end:
+                    held.append((p, begin - at, end - at, bucket.shard_at + begin - low))
+        slices = make_slices(self.pieces, held)
+        return Shard(
+            master, torch.zeros_like(master), torch.zeros_like(master), slices, not self.sharded
+        )
+
+    def _part(self, flat: Tensor, bucket: Bucket, rank: int | None = None) -> Tensor:
+        size = (bucket.end - bucket.begin) // self.ranks
+        begin = bucket.begin + (self.groups.dp_rank if rank is None else rank) * size
+        return flat[begin : begin + size]
+
+    def _arrived(self, p: nn.Parameter, bucket: Bucket) -> None:
+        """Runs when autograd has finished a parameter's gradient of this micro-batch."""
+        main = self._main[id(p)]
+        if p.grad is not None and p.grad.data_ptr() != main.data_ptr():
+            # The first micro-batch overwrites, which saves clearing the buffer.
+            main.copy_(p.grad) if self._first else main.add_(p.grad)
+            p.grad = None
+        if self._last and self.groups.dp > 1:
+            bucket.waiting -= 1
+            if bucket.waiting == 0:
+                self._reduce(bucket)
+
+    def _reduce(self, bucket: Bucket) -> None:
+        whole = self.grads[bucket.begin : bucket.end]
+        group = self.groups.dp_group
+        if not self.sharded:
+            bucket.work = dist.all_reduce(whole, group=group, async_op=True)
+            return
+        size = whole.numel() // self.ranks
+        mine = self.reduced[bucket.shard_at : bucket.shard_at + size]
+        bucket.work = dist.reduce_scatter_tensor(mine, whole, group=group, async_op=True)
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        self._last = last
+        if last:
+            for bucket in self.buckets:
+                bucket.waiting = len(bucket.params)
+        (loss * self.scaler.scale).backward()
+        self._first = False
+        if last and self.groups.dp > 1:
+            for bucket in self.buckets:
+                if bucket.work is None:  # a parameter without a gradient in the last micro-batch
+                    self._reduce(bucket)
+            for bucket in self.buckets:
+                bucket.work.wait()
+                bucket.work = None
+
+    def step(self, lr: float) -> Update:
+        update = self.lamb.step(self.reduced, lr, 1.0 / self.scaler.scale, self.low)
+        if not update.skipped:
+            self._gather()
+        self.scaler.update(update.skipped)
+        if self.weights.dtype == torch.float32:
+            self.grads.zero_()
+        self._first = True
+        return update
+
+    def _gather(self) -> None:
+        """Every rank's updated part of every bucket -> the whole weights."""
+        if not self.sharded:
+            return
+        source = self.shard.master if self.low is None else self.low
+        works = []
+        for bucket in self.buckets:
+            size = (bucket.end - bucket.begin) // self.ranks
+            mine = source[bucket.shard_at : bucket.shard_at + size]
+            whole = self.weights[bucket.begin : bucket.end]
+            works.append(
+                dist.all_gather_into_tensor(whole, mine, group=self.groups.dp_group, async_op=True)
+            )
+        for work in works:
+            work.wait()
+
+    def refresh(self) -> None:
+        if self.low is not None:
+            self.low.copy_(self.shard.master)
+        self._gather()
+
+
+def _layout(params: Sequence[nn.Parameter], ranks: int) -> tuple[list[Bucket], dict[int, int]]:
+    """Buckets in the order in which the backward pass finishes them, and where each parameter lies.
+    A bucket's size is a multiple of ranks x ALIGN."""
+    buckets: list[Bucket] = []
+    places: dict[int, int] = {}
+    at = shard_at = 0
+    current: list[nn.Parameter] = []
+    begin = 0
+    for number, p in enumerate(reversed(params)):
+        places[id(p)] = at
+        at += -(-p.numel() // ALIGN) * ALIGN
+        current.append(p)
+        if at - begin >= BUCKET or number == len(params) - 1:
+            unit = ranks * ALIGN
+            at = begin + -(-(at - begin) // unit) * unit
+            buckets.append(Bucket(begin, at, current, shard_at))
+            shard_at += (at - begin) // ranks
+            begin, current = at, []
+    return buckets, places

@@ -1,0 +1,143 @@
+"""LAMB on flat, sharded tensors, exact per logical tensor for any ZeRO stage and tensor parallelism.
+
+A rank holds slices of tensors (pretrain.parallel.slices). Trust ratios need the norms of whole
+tensors: squared norms are taken per slice, added up per piece, and all-reduced over the ranks
+that hold the other parts: two small collectives an update (this one and the gradient norm).
+On a GPU the two passes over memory are fused kernels; the same code runs them on a CPU.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from configs.schema import OptimizerConfig
+from pretrain.kernels.plain import LambTable
+from pretrain.parallel.groups import Groups
+from pretrain.parallel.pieces import Piece
+from pretrain.parallel.slices import Shard
+
+
+@dataclass
+class Update:
+    """What an update did. grad_norm: global, before it was limited; ratios: one per piece, on the
+    device (None when skipped). skipped: the gradient was not finite and nothing was changed."""
+
+    grad_norm: float
+    ratios: Tensor | None
+    skipped: bool
+
+
+class Lamb:
+    """The optimiser of one rank. `steps` counts applied updates (for the bias correction)."""
+
+    def __init__(
+        self,
+        pieces: list[Piece],
+        shard: Shard,
+        config: OptimizerConfig,
+        groups: Groups,
+        kernels: Any,
+    ) -> None:
+        self.shard, self.config, self.groups, self.kernels = shard, config, groups, kernels
+        self.steps = 0
+        device = shard.master.device
+        slices = shard.slices
+        self.table = LambTable(
+            [s.at for s in slices],
+            [s.numel for s in slices],
+            [config.weight_decay if s.piece.decayed else 0.0 for s in slices],
+        )
+        self._piece_of = torch.tensor([s.index for s in slices], dtype=torch.int64, device=device)
+        self._sharded = torch.tensor([p.sharded for p in pieces], device=device)
+        adapted = [config.adapt_bias_and_norm or p.decayed for p in pieces]
+        self._adapted = torch.tensor(adapted, device=device)
+        # A replicated tensor is on every tensor-parallel rank but counts once in the global norm.
+        once = [1.0 if s.piece.sharded else 1.0 / groups.tp for s in slices]
+        self._once = torch.tensor(once, device=device)
+        self._replicated = [s for s in slices if not s.piece.sharded]
+
+    @torch.no_grad()
+    def step(
+        self, grad: Tensor, lr: float, grad_scale: float = 1.0, low: Tensor | None = None
+    ) -> Update:
+        """One update from the summed gradient.
+
+        Args:
+            grad: flat, laid out as the shard. grad_scale: it is multiplied by this first (1 / loss
+                scale). low: flat low-precision copy of the masters that is written as well.
+        """
+        c, shard = self.config, self.shard
+        self._agree_on_replicas(grad)
+        norm = self._global_norm(grad) * grad_scale
+        limit = norm / c.max_grad_norm if c.max_grad_norm > 0 else torch.zeros_like(norm)
+        multiplier = grad_scale / limit.clamp(min=1.0)
+        grad_norm = norm.item()
+        if not math.isfinite(grad_norm):
+            return Update(grad_norm, None, True)
+        self.steps += 1
+        corrections = {
+            "correction1": 1 - c.beta1**self.steps if c.bias_correction else 1.0,
+            "correction2": 1 - c.beta2**self.steps if c.bias_correction else 1.0,
+        }
+        state = (shard.exp_avg, shard.exp_avg_sq, self.table)
+        parts = self.kernels.lamb_moments(
+            shard.master,
+            grad,
+            *state,
+            beta1=c.beta1,
+            beta2=c.beta2,
+            eps=c.eps,
+            grad_scale=multiplier,
+            **corrections,
+        )
+        ratios = self._trust_ratios(parts)
+        self.kernels.lamb_apply(
+            shard.master, *state, ratios[self._piece_of], lr=lr, eps=c.eps, low=low, **corrections
+        )
+        return Update(grad_norm, ratios, False)
+
+    def _agree_on_replicas(self, grad: Tensor) -> None:
+        """One gradient for the copies of a replicated tensor: the sum where each rank saw its own
+        tokens (sequence parallelism), else the mean, so that copies never drift apart."""
+        if self.groups.tp == 1 or not self._replicated:
+            return
+        views = [s.of(grad) for s in self._replicated]
+        partial = [getattr(s.piece.param, "sequence_partial", False) for s in self._replicated]
+        joined = torch.cat([v if p else v / self.groups.tp for v, p in zip(views, partial)])
+        dist.all_reduce(joined, group=self.groups.tp_group)
+        torch._foreach_copy_(views, list(joined.split([v.numel() for v in views])))
+
+    def _global_norm(self, grad: Tensor) -> Tensor:
+        norms = torch._foreach_norm([s.of(grad) for s in self.shard.slices])
+        total = grad.new_zeros((), dtype=torch.float32)
+        if norms:
+            total = total + (torch.stack(norms).float().square() * self._once).sum()
+        self._sum(total, over_tp=True)
+        return total.sqrt()
+
+    def _trust_ratios(self, parts: Tensor) -> Tensor:
+        c = self.config
+        squares = parts.new_zeros(2, len(self._sharded)).index_add_(1, self._piece_of, parts)
+        self._sum(squares, over_tp=False)
+        if self.groups.tp > 1:
+            over_tp = squares * self._sharded
+            dist.all_reduce(over_tp, group=self.groups.tp_group)
+            squares = torch.where(self._sharded, over_tp, squares)
+        weight, update = squares.sqrt()
+        ratios = (weight / update).clamp(min=c.trust_ratio_min)
+        if c.trust_ratio_max > 0:
+            ratios = ratios.clamp(max=c.trust_ratio_max)
+        plain_step = (weight == 0) | (update == 0) | ~self._adapted
+        return ratios.masked_fill(plain_step, 1.0)
+
+    def _sum(self, x: Tensor, over_tp: bool) -> None:
+        if self.groups.dp > 1 and not self.shard.whole:
+            dist.all_reduce(x, group=self.groups.dp_group)
+        if over_tp and self.groups.tp > 1:
+            dist.all_reduce(x, group=self.groups.tp_group)

@@ -1,0 +1,204 @@
+"""Ten updates of a small model in any layout, run by the processes that tests start."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from configs.schema import OptimizerConfig, Recipe
+from pretrain.model import build
+from pretrain.optim.reference import ReferenceLamb
+from pretrain.parallel.groups import Groups
+from tests.trainer.batches import pack, random_rows, tiny_config
+
+ROWS = 16
+UPDATES = 10
+LR = 0.01
+OPTIMIZER = OptimizerConfig(max_grad_norm=1.0)
+
+
+@dataclass(frozen=True)
+class Layout:
+    tp: int = 1
+    dp: int = 1
+    zero: int = 0
+    accumulate: int = 1
+    engine: str = "lean"
+    precision: str = "fp32"
+    sequence: bool = False
+    recompute: bool = False
+
+    def __str__(self) -> str:
+        extra = ("-sp" if self.sequence else "") + ("-recompute" if self.recompute else "")
+        shape = f"tp{self.tp}-dp{self.dp}-z{self.zero}-x{self.accumulate}"
+        return f"{self.engine}-{shape}-{self.precision}{extra}"
+
+
+def config():
+    return tiny_config(hidden_dropout=0.1, attention_dropout=0.1, num_layers=2)
+
+
+def micros(rows: list[dict], dp_rank: int, dp: int, accumulate: int) -> list:
+    bins = [rows[i :: dp * accumulate] for i in range(dp * accumulate)]
+    mine = bins[dp_rank * accumulate : (dp_rank + 1) * accumulate]
+    return [pack(b) for b in mine]
+
+
+def update_rows(update: int) -> list[dict]:
+    return random_rows(ROWS, config(), seed=1000 + update)
+
+
+def loss_of(sums, masked: int, rows: int) -> torch.Tensor:
+    return sums.mlm_sum / masked + sums.nsp_sum / rows
+
+
+def reference(
+    updates: int = UPDATES, optimizer: OptimizerConfig = OPTIMIZER
+) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """(losses, gradient norms, final tensors) of the plain model and the reference LAMB."""
+    model, pieces = build(config(), seed=3)
+    tensors = {p.name: logical_view(p, p.param.data) for p in pieces}
+    lamb = ReferenceLamb(tensors, optimizer, {p.name for p in pieces if p.decayed})
+    losses, norms = [], []
+    for update in range(updates):
+        micro = pack(update_rows(update))
+        model.zero_grad()
+        loss = loss_of(model(micro), micro.masked, micro.rows)
+        loss.backward()
+        norms.append(lamb.step({p.name: logical_view(p, p.param.grad) for p in pieces}, LR))
+        losses.append(loss.item())
+    return losses, norms, {k: v.clone() for k, v in tensors.items()}
+
+
+def logical_view(piece, tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a parameter-shaped tensor that is real (no vocabulary padding)."""
+    block = piece.view(tensor.view(-1))
+    return block[piece.clip(block)[1]]
+
+
+def make_groups(tp: int, dp: int) -> Groups:
+    """Groups of a layout smaller than the world: the world runs several copies of it."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    size = tp * dp
+    mine: dict[str, object] = {}
+    for base in range(0, world, size):
+        for d in range(dp):
+            ranks = [base + d * tp + t for t in range(tp)]
+            group = dist.new_group(ranks)
+            if rank in ranks:
+                mine["tp"] = group
+        for t in range(tp):
+            ranks = [base + d * tp + t for d in range(dp)]
+            group = dist.new_group(ranks)
+            if rank in ranks:
+                mine["dp"] = group
+    local = rank % size
+    return Groups(tp, dp, local % tp, local // tp, mine["tp"], mine["dp"])
+
+
+def recipe_of(layout: Layout, optimizer: OptimizerConfig = OPTIMIZER) -> Recipe:
+    recipe = Recipe(optimizer=replace(optimizer))
+    recipe.train.precision = layout.precision
+    recipe.parallel.zero_stage = layout.zero
+    recipe.parallel.tp = layout.tp
+    recipe.parallel.engine = layout.engine
+    return recipe
+
+
+def make_engine(layout: Layout, groups: Groups, optimizer: OptimizerConfig = OPTIMIZER):
+    from pretrain.kernels import plain
+
+    cpu = torch.device("cpu")
+    model, pieces = build(
+        config(),
+        groups.tp_group,
+        plain,
+        seed=3,
+        sequence_parallel=layout.sequence,
+        recompute=layout.recompute,
+    )
+    recipe = recipe_of(layout, optimizer)
+    if layout.engine == "deepspeed":
+        from pretrain.engine_deepspeed import DeepSpeedEngine as Kind
+    else:
+        from pretrain.engine import LeanEngine as Kind
+    return Kind(recipe, model, pieces, groups, plain, cpu)
+
+
+def gather(engine, kind: str = "master") -> dict[str, torch.Tensor]:
+    """Logical tensors put together from all slices of all ranks of this copy of the layout."""
+    shard, groups = engine.shard, engine.groups
+    parts = []
+    for s in shard.slices:
+        if s.piece.sharded or groups.tp_rank == 0:
+            parts.append(
+                (
+                    s.piece.name,
+                    s.piece.shape,
+                    s.piece.offset,
+                    s.piece.logical_shape,
+                    s.begin,
+                    s.of(shard.tensor(kind)).clone(),
+                )
+            )
+    everyone: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, parts)
+    size = groups.world
+    base = dist.get_rank() // size * size
+    out: dict[str, torch.Tensor] = {}
+    blocks: dict[tuple, torch.Tensor] = {}
+    for rank in range(base, base + size):
+        for name, shape, offset, logical, begin, values in everyone[rank]:
+            block = blocks.setdefault((name, shape, offset, logical), torch.zeros(shape))
+            block.view(-1)[begin : begin + values.numel()] = values
+    for (name, shape, offset, logical), block in blocks.items():
+        full = out.setdefault(name, torch.zeros(logical))
+        theirs = tuple(slice(o, min(o + n, w)) for o, n, w in zip(offset, shape, logical))
+        full[theirs] = block[tuple(slice(0, t.stop - t.start) for t in theirs)]
+    return out
+
+
+def train(
+    layout: Layout,
+    groups: Groups,
+    updates: int = UPDATES,
+    start: int = 0,
+    engine=None,
+    optimizer: OptimizerConfig = OPTIMIZER,
+):
+    engine = engine or make_engine(layout, groups, optimizer)
+    losses, norms = [], []
+    for update in range(start, start + updates):
+        rows = update_rows(update)
+        masked = sum(len(r["positions"]) for r in rows)
+        total = torch.zeros(())
+        parts = micros(rows, groups.dp_rank, groups.dp, layout.accumulate)
+        for number, micro in enumerate(parts):
+            loss = loss_of(engine.model(micro), masked, len(rows))
+            engine.backward(loss, number == len(parts) - 1)
+            total += loss.detach()
+        if groups.dp > 1:
+            dist.all_reduce(total, group=groups.dp_group)
+        result = engine.step(LR)
+        losses.append(total.item())
+        norms.append(result.grad_norm)
+    return losses, norms, engine
+
+
+def run_all(layouts: list[Layout]) -> dict[str, tuple]:
+    """Every layout in turn: str(layout) -> (losses, gradient norms, tensors), or the error."""
+    out = {}
+    made: dict[tuple[int, int], Groups] = {}
+    for layout in layouts:
+        key = (layout.tp, layout.dp)
+        groups = made.setdefault(key, None) or make_groups(*key)
+        made[key] = groups
+        losses, norms, engine = train(layout, groups)
+        tensors = gather(engine)
+        out[str(layout)] = (losses, norms, tensors if dist.get_rank() == 0 else None)
+    return out
+
+
+__all__ = ["Layout", "asdict", "reference", "run_all"]
