@@ -1,0 +1,1 @@
+"""Fine-tuning on transformers' Trainer, and BLiMP by pseudo-log-likelihood."""

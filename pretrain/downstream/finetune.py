@@ -1,0 +1,124 @@
+"""`python -m pretrain finetune TASK`: the grid of learning rates and seeds on one downstream task."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from configs import UserError, say
+from pretrain.downstream.readers import read_splits
+from pretrain.downstream.tasks import TASKS, Settings, Task, find_task
+
+_LAYERS = ("last", "sum", "concat")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Fine-tunes; refuses wrong arguments and broken data before torch is imported."""
+    options = _parser().parse_args(argv)
+    task = find_task(options.task)
+    columns = {
+        name: (column,)
+        for name in ("first", "second", "label")
+        if (column := getattr(options, f"{name}_column"))
+    }
+    task = replace(task, **columns)  # type: ignore[arg-type]
+    settings = _settings(task, options)
+    layers = options.feature_based or ""
+    if layers and task.kind != "tag":
+        raise UserError(
+            f"--feature-based {layers} on {task.name}", "it is for tagging: ner, wnut-17"
+        )
+    if layers and not options.lr:
+        settings = replace(
+            settings, lrs=(1e-3,)
+        )  # the BiLSTM is new: it takes an ordinary Adam rate
+    files = {split: getattr(options, split) or "" for split in ("train", "dev", "test")}
+    splits = read_splits(task, options.data, files, options.skip_bad_rows)
+    sizes = ", ".join(f"{len(rows)} {split}" for split, rows in splits.items())
+    say(f"{task.name}: {sizes} examples; lr {settings.lrs} x seeds {settings.seeds}")
+    out = Path(options.out)
+    model = _resolve(options.model, out)
+
+    from pretrain.downstream.grid import as_markdown, run_grid
+
+    table = run_grid(task, settings, splits, model, out, layers, not options.no_model)
+    print(as_markdown(task, table), end="")
+    say(f"table, results.json, predictions and the best model are in {out}")
+    return 0
+
+
+def _resolve(model: str, out: Path) -> str:
+    """An HF folder or hub name as it is; a run or checkpoint is exported next to the results."""
+    prefix, _, name = model.rpartition("random:")
+    folder = Path(name)
+    if not folder.exists() or (folder / "config.json").is_file():
+        return model
+    from pretrain.convert.export import export
+
+    exported = out.with_name(out.name + "-model")
+    if not (exported / "config.json").is_file():
+        export(folder, exported)
+    return f"{'random:' if prefix or model.startswith('random:') else ''}{exported}"
+
+
+def _settings(task: Task, options: Any) -> Settings:
+    changes = {
+        "lrs": options.lr,
+        "seeds": options.seeds,
+        "epochs": options.epochs,
+        "batch": options.batch,
+        "max_length": options.max_length,
+        "doc_stride": options.doc_stride,
+    }
+    return replace(task.settings, **{k: v for k, v in changes.items() if v is not None})
+
+
+def _numbers(kind: type) -> Any:
+    def parse(text: str) -> tuple[Any, ...]:
+        return tuple(kind(part) for part in text.split(",") if part)
+
+    parse.__name__ = f"comma-separated {kind.__name__}"
+    return parse
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m pretrain finetune",
+        description="Trains TASK on a pretrained model for every learning rate and seed.",
+        epilog=f"tasks: {', '.join(TASKS)}. `classify` takes a CSV or JSONL of your own.",
+    )
+    add = parser.add_argument
+    add("task", metavar="TASK")
+    add("--model", required=True, help="HF folder, run, hub name, or random:FOLDER (shape only)")
+    add("--out", required=True, help="results folder; a run that was cut goes on")
+    add(
+        "--data",
+        default="",
+        help="folder of files, or hub name[:config]; default: the task's hub set",
+    )
+    for split in ("train", "dev", "test"):
+        add(
+            f"--{split}",
+            metavar="FILE",
+            help=f"the {split} file (.tsv .csv .jsonl .conll, also .gz)",
+        )
+    add("--lr", type=_numbers(float), help="default: the published grid, e.g. 5e-5,4e-5,3e-5,2e-5")
+    add("--seeds", type=_numbers(int), help="default: 1")
+    add("--epochs", type=float)
+    add("--batch", type=int)
+    add("--max-length", type=int)
+    add("--doc-stride", type=int)
+    add("--first-column", help="column of the text, or of a pair's first half")
+    add("--second-column", help="column of a pair's second half")
+    add("--label-column")
+    add("--feature-based", choices=_LAYERS, help="frozen layers under a BiLSTM tagger")
+    add(
+        "--skip-bad-rows",
+        action="store_true",
+        help="leave out TSV lines with too many or few columns",
+    )
+    add("--no-model", action="store_true", help="do not keep the best model")
+    return parser

@@ -1,0 +1,252 @@
+"""The grid of learning rates and seeds: trains each on transformers' Trainer, keeps what it scored."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from configs import UserError, say
+from pretrain.downstream import metrics
+from pretrain.downstream.kinds import Choice, Classify, Feature, Kind, Regress, Row, Tag
+from pretrain.downstream.loading import load_for_task, load_tokenizer, split_random, weights_digest
+from pretrain.downstream.questions import Question
+from pretrain.downstream.tasks import Settings, Task
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+KINDS: dict[str, type[Kind]] = {
+    "classify": Classify,
+    "regress": Regress,
+    "tag": Tag,
+    "question": Question,
+    "choice": Choice,
+}
+_ASIDE = ("word_starts", "offsets", "example")  # kept for scoring, not for the model
+
+
+def run_grid(
+    task: Task,
+    settings: Settings,
+    splits: dict[str, list[Row]],
+    model: str,
+    out: Path,
+    layers: str = "",
+    save_best: bool = True,
+) -> dict[str, Any]:
+    """Trains and scores every (lr, seed); returns and writes the table with mean and spread.
+
+    A pair that `out` already holds is not trained again, and a folder of another model, data or
+    setting is refused, so that nothing is overwritten or mixed.
+
+    Args:
+        model: folder, hub name or `random:FOLDER`.
+        layers: "" trains the whole model; last | sum | concat freezes it under a BiLSTM.
+    """
+    tokenizer = load_tokenizer(model)
+    kind = KINDS[task.kind](task, settings, tokenizer)
+    kind.learn_labels(splits["train"], f"{task.name} train")
+    features = {split: kind.encode(rows, split) for split, rows in splits.items()}
+    _claim(out, _identity(task, settings, splits, model, layers))
+    best_seen = -float("inf")
+    results = []
+    for lr in settings.lrs:
+        for seed in settings.seeds:
+            folder = out / "runs" / f"lr{lr:g}-seed{seed}"
+            done = folder / "result.json"
+            if not done.is_file():
+                trainer, result = _train_one(
+                    kind, model, splits, features, folder, lr, seed, layers
+                )
+                if save_best and result[task.metrics[0]] > best_seen:
+                    _save_best(trainer, tokenizer, out / "best")
+                _write_json(done, result)
+            result = json.loads(done.read_text(encoding="utf-8"))
+            best_seen = max(best_seen, result[task.metrics[0]])
+            results.append(result)
+            scores = ", ".join(f"{name} {result[name]:.2f}" for name in task.metrics)
+            say(f"{task.name} lr {lr:g} seed {seed}: {scores} ({result['seconds']:.0f} s)")
+    table = summarise(task, results)
+    _write_json(out / "results.json", table)
+    (out / "table.md").write_text(as_markdown(task, table), encoding="utf-8")
+    return table
+
+
+def summarise(task: Task, results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Mean and spread (sample standard deviation) over seeds for every lr; `best` by the mean."""
+    rows = []
+    for lr in dict.fromkeys(result["lr"] for result in results):
+        of_lr = [result for result in results if result["lr"] == lr]
+        row: dict[str, Any] = {"lr": lr, "seeds": len(of_lr)}
+        for name in task.metrics:
+            row[name], row[f"{name}_spread"] = metrics.mean_and_spread([r[name] for r in of_lr])
+        rows.append(row)
+    best = max(rows, key=lambda row: row[task.metrics[0]])
+    return {"task": task.name, "metrics": list(task.metrics), "rows": rows, "best": best}
+
+
+def as_markdown(task: Task, table: dict[str, Any]) -> str:
+    """The table as Markdown, the best learning rate in bold."""
+    lines = [
+        f"| {task.name}: lr | seeds | " + " | ".join(task.metrics) + " |",
+        "| --- | --- |" + " --- |" * len(task.metrics),
+    ]
+    for row in table["rows"]:
+        bold = "**" if row is table["best"] or row == table["best"] else ""
+        scores = " | ".join(f"{row[n]:.2f} ± {row[f'{n}_spread']:.2f}" for n in task.metrics)
+        lines.append(f"| {bold}{row['lr']:g}{bold} | {row['seeds']} | {scores} |")
+    return "\n".join(lines) + "\n"
+
+
+def _train_one(
+    kind: Kind,
+    model: str,
+    splits: dict[str, list[Row]],
+    features: dict[str, list[Feature]],
+    folder: Path,
+    lr: float,
+    seed: int,
+    layers: str,
+) -> tuple[Trainer, dict[str, Any]]:
+    import torch
+    from transformers import Trainer, set_seed
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()  # load_for_task says what was loaded, and stops if it must
+    logging.disable_progress_bar()
+    set_seed(seed)
+    net = _build(kind, model, layers)
+    given = {
+        split: [{k: v for k, v in f.items() if k not in _ASIDE} for f in features[split]]
+        for split in features
+    }
+    start = time.monotonic()
+    trainer = Trainer(
+        model=net,
+        args=_arguments(kind.settings, folder, lr, seed, torch.cuda.is_available()),
+        train_dataset=given["train"],
+        data_collator=kind.collator(),
+        processing_class=kind.tokenizer,
+    )
+    trainer.train()
+    result: dict[str, Any] = {"task": kind.task.name, "lr": lr, "seed": seed}
+    folder.mkdir(parents=True, exist_ok=True)
+    for split in [s for s in ("dev", "test") if s in given]:
+        # Labels stay at home: logits are scored here, with rows and windows put together again.
+        blind = [{k: v for k, v in f.items() if k != "labels"} for f in given[split]]
+        output = trainer.predict(blind)  # type: ignore[arg-type]
+        scores, predictions = kind.score(splits[split], features[split], output.predictions)
+        result |= scores if split == "dev" else {f"test_{k}": v for k, v in scores.items()}
+        _write_lines(folder / f"predictions-{split}.jsonl", predictions)
+    result["seconds"] = round(time.monotonic() - start, 2)
+    shutil.rmtree(folder / "trainer", ignore_errors=True)
+    return trainer, result
+
+
+def _build(kind: Kind, model: str, layers: str) -> Any:
+    if not layers:
+        return load_for_task(kind.auto_class(), model, **kind.model_settings())
+    from transformers import AutoModel
+
+    from pretrain.downstream.features import FrozenTagger
+
+    return FrozenTagger(load_for_task(AutoModel, model), layers, len(kind.labels))
+
+
+def _arguments(settings: Settings, folder: Path, lr: float, seed: int, gpu: bool) -> Any:
+    import torch
+    from transformers import TrainingArguments
+
+    return TrainingArguments(
+        output_dir=str(folder / "trainer"),
+        learning_rate=lr,
+        seed=seed,
+        num_train_epochs=settings.epochs,
+        per_device_train_batch_size=settings.batch,
+        per_device_eval_batch_size=128,
+        warmup_steps=settings.warmup,  # a float below 1 is a share of the steps
+        weight_decay=settings.weight_decay,
+        lr_scheduler_type="linear",
+        bf16=gpu and torch.cuda.is_bf16_supported(),
+        use_cpu=not gpu,
+        save_strategy="no",
+        eval_strategy="no",
+        logging_steps=50,
+        report_to="none",
+        disable_tqdm=not sys.stderr.isatty(),
+        remove_unused_columns=False,
+        dataloader_pin_memory=gpu,
+    )
+
+
+def _identity(
+    task: Task, settings: Settings, splits: dict[str, list[Row]], model: str, layers: str
+) -> dict[str, Any]:
+    import hashlib
+
+    fixed = {k: v for k, v in asdict(settings).items() if k not in ("lrs", "seeds")}
+    data = hashlib.sha256(json.dumps(splits, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    return {
+        "task": task.name,
+        "model": split_random(model)[0],
+        "weights": weights_digest(model),
+        "data": data,
+        "layers": layers,
+        **fixed,
+    }
+
+
+def _claim(out: Path, identity: dict[str, Any]) -> None:
+    file = out / "grid.json"
+    if file.is_file():
+        before = json.loads(file.read_text(encoding="utf-8"))
+        changed = [k for k in identity if before.get(k) != identity[k]]
+        if changed:
+            raise UserError(
+                f"{out}: holds results with another {changed[0]}"
+                f" ({before.get(changed[0])!r}, now {identity[changed[0]]!r})",
+                "name another --out",
+            )
+    elif out.exists() and any(out.iterdir()):
+        raise UserError(f"{out}: not empty and no fine-tuning folder", "name another --out")
+    out.mkdir(parents=True, exist_ok=True)
+    _write_json(file, identity)
+
+
+def _save_best(trainer: Trainer, tokenizer: Any, folder: Path) -> None:
+    fresh = folder.with_name(f".{folder.name}.new")
+    shutil.rmtree(fresh, ignore_errors=True)
+    model: Any = trainer.model
+    if hasattr(model, "save_pretrained"):
+        model.save_pretrained(fresh)
+    else:  # a tagger on a frozen encoder: what was trained, without the encoder
+        from safetensors.torch import save_file
+
+        fresh.mkdir(parents=True)
+        state = {
+            k: v.contiguous() for k, v in model.state_dict().items() if not k.startswith("encoder.")
+        }
+        save_file(state, fresh / "tagger.safetensors")
+    tokenizer.save_pretrained(str(fresh))
+    shutil.rmtree(folder, ignore_errors=True)
+    fresh.rename(folder)
+
+
+def _write_json(file: Path, value: Any) -> None:
+    fresh = file.with_name(f".{file.name}.new")
+    with fresh.open("w", encoding="utf-8") as handle:
+        json.dump(value, handle, indent=2)
+        handle.flush()
+        os.fsync(handle.fileno())
+    fresh.rename(file)
+
+
+def _write_lines(file: Path, values: list[Any]) -> None:
+    with file.open("w", encoding="utf-8") as handle:
+        handle.writelines(json.dumps(value, ensure_ascii=False) + "\n" for value in values)

@@ -1,0 +1,271 @@
+"""Encoding and decoding of the task kinds: rows -> features for the Trainer, logits -> scores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from configs import UserError, say
+from pretrain.downstream import metrics
+from pretrain.downstream.tasks import Settings, Task
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+Row = dict[str, Any]
+Feature = dict[str, Any]
+
+
+class Kind:
+    """One kind of task. Subclasses fill in `encode`, `score`, `auto_class` and `collator`.
+
+    `encode` gives features for the Trainer; `score(rows, features, logits)` gives metrics (empty
+    for unlabelled rows) and one JSON-able prediction a row.
+    """
+
+    def __init__(self, task: Task, settings: Settings, tokenizer: PreTrainedTokenizerFast) -> None:
+        self.task, self.settings, self.tokenizer = task, settings, tokenizer
+        self.labels: list[str] = list(task.labels)
+
+    def learn_labels(self, rows: list[Row], origin: str) -> None:
+        """Takes the label set from the training rows where the task does not define it."""
+        if not self.labels:
+            self.labels = sorted({str(pick(row, self.task.label, origin)) for row in rows})
+            if len(self.labels) < 2:
+                raise UserError(
+                    f"{origin}: only the label {self.labels[0]!r}", "need two classes or more"
+                )
+
+    def model_settings(self) -> dict[str, Any]:
+        """Settings for the config of the task model."""
+        return {
+            "num_labels": len(self.labels),
+            "id2label": dict(enumerate(self.labels)),
+            "label2id": {label: i for i, label in enumerate(self.labels)},
+        }
+
+    def auto_class(self) -> Any:
+        from transformers import AutoModelForSequenceClassification
+
+        return AutoModelForSequenceClassification
+
+    def collator(self) -> Callable[..., Any]:
+        from transformers import DataCollatorWithPadding
+
+        return DataCollatorWithPadding(self.tokenizer, pad_to_multiple_of=8)
+
+    def encode(self, rows: list[Row], split: str) -> list[Feature]:
+        raise NotImplementedError
+
+    def score(
+        self, rows: list[Row], features: list[Feature], logits: Any
+    ) -> tuple[dict[str, float], list[Any]]:
+        raise NotImplementedError
+
+    def label_id(self, row: Row, where: str) -> int | None:
+        """The class id of a row, None where a test row has none; UserError outside the set."""
+        value = row[key] if (key := find(row, self.task.label)) else None
+        if value is None or value in ("", -1):
+            return None
+        if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(self.labels):
+            return value
+        if str(value) not in self.labels:
+            raise UserError(
+                f"{where}: label {value!r} is not in the set {{{', '.join(self.labels)}}}",
+                "mend the row, or the training file if the class is new",
+            )
+        return self.labels.index(str(value))
+
+    def _texts(self, rows: list[Row], split: str) -> tuple[list[str], list[str] | None]:
+        first = [str(pick(row, self.task.first, split)) for row in rows]
+        if not self.task.second or (
+            self.task.name == "classify" and not find(rows[0], self.task.second)
+        ):
+            return first, None
+        return first, [str(pick(row, self.task.second, split)) for row in rows]
+
+
+class Classify(Kind):
+    """One label for a sentence or a pair."""
+
+    def encode(self, rows: list[Row], split: str) -> list[Feature]:
+        first, second = self._texts(rows, split)
+        encoded = self.tokenizer(
+            first, second, truncation=True, max_length=self.settings.max_length
+        )
+        features = unbatch(encoded)
+        for number, (row, feature) in enumerate(zip(rows, features), 1):
+            label = self.target(row, f"{self.task.name} {split}, example {number}")
+            if label is not None:
+                feature["labels"] = label
+            elif split == "train":
+                raise UserError(
+                    f"{self.task.name} train, example {number} has no label", "mend the row"
+                )
+        return features
+
+    def target(self, row: Row, where: str) -> float | None:
+        return self.label_id(row, where)
+
+    def score(
+        self, rows: list[Row], features: list[Feature], logits: Any
+    ) -> tuple[dict[str, float], list[Any]]:
+        predicted = np.argmax(logits, axis=-1).tolist()
+        names = [self.labels[i] for i in predicted]
+        if any("labels" not in feature for feature in features):
+            return {}, names
+        gold = [feature["labels"] for feature in features]
+        return metrics.classification(gold, predicted, self.task.metrics), names
+
+
+class Regress(Classify):
+    """A number for a pair (STS-B)."""
+
+    def learn_labels(self, rows: list[Row], origin: str) -> None:
+        self.labels = ["score"]
+
+    def model_settings(self) -> dict[str, Any]:
+        return {"num_labels": 1, "problem_type": "regression"}
+
+    def target(self, row: Row, where: str) -> float | None:
+        key = find(row, self.task.label)
+        if key is None or row[key] in ("", None, -1):
+            return None
+        try:
+            return float(row[key])
+        except ValueError:
+            raise UserError(f"{where}: score {row[key]!r} is no number", "mend the row") from None
+
+    def score(
+        self, rows: list[Row], features: list[Feature], logits: Any
+    ) -> tuple[dict[str, float], list[Any]]:
+        predicted = np.asarray(logits, dtype=np.float64).reshape(-1).tolist()
+        if any("labels" not in feature for feature in features):
+            return {}, predicted
+        return metrics.correlation([f["labels"] for f in features], predicted), predicted
+
+
+class Tag(Kind):
+    """A tag for every word, read at its first word piece (1810.04805, section 5.3)."""
+
+    def learn_labels(self, rows: list[Row], origin: str) -> None:
+        tags = {tag for row in rows for tag in pick(row, self.task.label, origin)}
+        kinds = {tag[2:] for tag in tags if tag != "O"}
+        self.labels = ["O"] + [f"{mark}-{kind}" for kind in sorted(kinds) for mark in "BI"]
+
+    def auto_class(self) -> Any:
+        from transformers import AutoModelForTokenClassification
+
+        return AutoModelForTokenClassification
+
+    def collator(self) -> Callable[..., Any]:
+        from transformers import DataCollatorForTokenClassification
+
+        return DataCollatorForTokenClassification(self.tokenizer, pad_to_multiple_of=8)
+
+    def encode(self, rows: list[Row], split: str) -> list[Feature]:
+        known = {label: i for i, label in enumerate(self.labels)}
+        encoded = self.tokenizer(
+            [list(pick(row, self.task.first, split)) for row in rows],
+            is_split_into_words=True,
+            truncation=True,
+            max_length=self.settings.max_length,
+        )
+        features, cut = unbatch(encoded), 0
+        for number, (row, feature) in enumerate(zip(rows, features)):
+            tags, labels, starts, before = pick(row, self.task.label, split), [], [], None
+            words = encoded.word_ids(number)
+            for position, word in enumerate(words):
+                if word is None or word == before:
+                    labels.append(-100)
+                elif tags[word] not in known:
+                    raise UserError(
+                        f"{self.task.name} {split}, sentence {number + 1}: tag {tags[word]!r} is not in the"
+                        f" set {{{', '.join(self.labels)}}}",
+                        "mend the row, or the training file if the type is new",
+                    )
+                else:
+                    labels.append(known[tags[word]])
+                    starts.append((word, position))
+                before = word
+            feature["labels"] = labels
+            feature["word_starts"] = starts
+            cut += len(tags) - sum(label != -100 for label in labels)
+        if cut:
+            say(
+                f"{self.task.name} {split}: {cut} words lie beyond max_length or have no piece; they count as O"
+            )
+        return features
+
+    def score(
+        self, rows: list[Row], features: list[Feature], logits: Any
+    ) -> tuple[dict[str, float], list[Any]]:
+        gold = [list(pick(row, self.task.label, "dev")) for row in rows]
+        predicted = []
+        for row, feature, scores in zip(gold, features, logits):
+            tags = ["O"] * len(row)
+            for word, position in feature["word_starts"]:
+                tags[word] = self.labels[int(np.argmax(scores[position]))]
+            predicted.append(tags)
+        return metrics.entities(gold, predicted), predicted
+
+
+class Choice(Kind):
+    """The best of four endings (SWAG)."""
+
+    def model_settings(self) -> dict[str, Any]:
+        return {}
+
+    def auto_class(self) -> Any:
+        from transformers import AutoModelForMultipleChoice
+
+        return AutoModelForMultipleChoice
+
+    def collator(self) -> Callable[..., Any]:
+        from transformers import DataCollatorForMultipleChoice
+
+        return DataCollatorForMultipleChoice(self.tokenizer, pad_to_multiple_of=8)
+
+    def encode(self, rows: list[Row], split: str) -> list[Feature]:
+        features = []
+        for number, row in enumerate(rows, 1):
+            where = f"{self.task.name} {split}, example {number}"
+            context = str(pick(row, ("sent1", "startphrase"), where))
+            start = str(row.get("sent2", ""))
+            endings = [f"{start} {pick(row, (f'ending{i}',), where)}".strip() for i in range(4)]
+            encoded = self.tokenizer(
+                [context] * 4, endings, truncation=True, max_length=self.settings.max_length
+            )
+            feature = dict(encoded)
+            label = self.label_id(row, where)
+            if label is not None:
+                feature["labels"] = label
+            elif split == "train":
+                raise UserError(f"{where} has no label", "mend the row")
+            features.append(feature)
+        return features
+
+    score = Classify.score
+
+
+def unbatch(encoded: Any) -> list[Feature]:
+    """A tokenizer's dict of lists as a list of dicts."""
+    names = list(encoded.keys())
+    return [dict(zip(names, values)) for values in zip(*(encoded[name] for name in names))]
+
+
+def find(row: Row, names: Sequence[str]) -> str | None:
+    """The first of `names` that is a column of `row`."""
+    return next((name for name in names if name in row), None)
+
+
+def pick(row: Row, names: Sequence[str], where: str) -> Any:
+    """The value under the first of `names` that the row has; UserError otherwise."""
+    name = find(row, names)
+    if name is None:
+        raise UserError(
+            f"{where}: none of the columns {', '.join(names)}", f"columns: {', '.join(row)}"
+        )
+    return row[name]

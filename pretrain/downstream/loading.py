@@ -1,0 +1,101 @@
+"""Pretrained weights into a task model, with the proof that the encoder really came from them."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from configs import UserError, say
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+RANDOM = "random:"
+
+
+def split_random(model: str) -> tuple[str, bool]:
+    """`random:FOLDER` -> (FOLDER, True): its shape and tokenizer, but not its weights."""
+    return (model.removeprefix(RANDOM), True) if model.startswith(RANDOM) else (model, False)
+
+
+def load_tokenizer(model: str) -> PreTrainedTokenizerFast:
+    """The fast tokenizer of a model folder or hub name; UserError when absent or of another size."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    name, _ = split_random(model)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, use_fast=True)
+        config = AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{name}: no model with a tokenizer ({str(error).splitlines()[0]})",
+            "name an exported folder, a run, or a hub model",
+        ) from None
+    if len(tokenizer) > config.vocab_size:
+        raise UserError(
+            f"{name}: the tokenizer has {len(tokenizer)} entries, the model {config.vocab_size}",
+            "tokenizer and weights are of different models",
+        )
+    return cast("PreTrainedTokenizerFast", tokenizer)
+
+
+def load_for_task(auto_class: Any, model: str, **settings: Any) -> PreTrainedModel:
+    """`auto_class.from_pretrained(model)` that stops when an encoder weight was not loaded (B53).
+
+    Only the task head may be new, and the pooler where the pretraining had none (no NSP). The
+    counts of loaded, new and unused tensors are printed.
+
+    Args:
+        model: folder or hub name; `random:FOLDER` gives fresh weights in that shape.
+        settings: passed on to the config (num_labels, id2label, ...).
+    """
+    from transformers import AutoConfig
+
+    name, random = split_random(model)
+    if random:
+        fresh: PreTrainedModel = auto_class.from_config(
+            AutoConfig.from_pretrained(name, **settings)
+        )
+        say(f"{name}: shape only, all {len(fresh.state_dict())} tensors drawn at random")
+        return fresh
+    try:
+        loaded, info = auto_class.from_pretrained(name, output_loading_info=True, **settings)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(
+            f"{name}: not loaded ({str(error).splitlines()[0]})", "export it again"
+        ) from None
+    encoder = f"{loaded.base_model_prefix}."
+    missing = sorted(info["missing_keys"])
+    mismatched = [str(entry[0]) for entry in info["mismatched_keys"]]
+    lost = [key for key in missing if key.startswith(encoder) and ".pooler." not in key]
+    new_pooler = [key for key in missing if key.startswith(encoder) and ".pooler." in key]
+    if new_pooler and "BertForMaskedLM" not in (loaded.config.architectures or []):
+        lost += new_pooler
+    wrong = [key for key in mismatched if key.startswith(encoder)]
+    total = len(loaded.state_dict())
+    say(
+        f"{name}: {total - len(missing)} of {total} tensors loaded, {len(missing)} new"
+        f" ({', '.join(missing)}), {len(info['unexpected_keys'])} in the file not used by this task"
+    )
+    if lost or wrong:
+        raise UserError(
+            f"{name}: {len(lost) + len(wrong)} encoder weights were not loaded, first {(lost + wrong)[0]}",
+            f"names in the file must start with {encoder} and fit its config; only the task head may be new",
+        )
+    return loaded
+
+
+def weights_digest(model: str) -> str:
+    """SHA-256 over the weight files of a folder, so that results name the weights they came from."""
+    name, random = split_random(model)
+    digest = hashlib.sha256(RANDOM.encode() if random else b"")
+    folder = Path(name)
+    if not folder.is_dir():
+        digest.update(name.encode())
+    for file in sorted(
+        [*folder.glob("*.safetensors"), *folder.glob("*.bin"), *folder.glob("config.json")]
+    ):
+        with file.open("rb") as handle:
+            digest.update(hashlib.file_digest(handle, "sha256").digest())
+    return digest.hexdigest()[:16]

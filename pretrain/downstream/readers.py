@@ -1,0 +1,333 @@
+"""Downstream data from local files (plain or .gz) or from the hub, as lists of plain dicts.
+
+Every reader checks what it returns and names file and line of a fault: nothing is guessed and no
+row is dropped in silence.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from configs import UserError, say
+from pretrain.downstream.tasks import Task
+
+Row = dict[str, Any]
+_SUFFIXES = (".tsv", ".csv", ".jsonl", ".json", ".conll", ".txt", "")
+
+
+def read_text(file: Path) -> str:
+    """UTF-8 text of a plain or gzip file without its byte order mark; UserError otherwise."""
+    try:
+        raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file}: byte {error.start} is not UTF-8", "re-encode the file") from None
+    except (OSError, EOFError) as error:
+        raise UserError(f"{file}: {error}", "check the path, or copy the file again") from None
+
+
+def lines_of(text: str) -> list[str]:
+    """Lines ended by LF or CRLF alone: U+2028 and the like belong to the text (B03)."""
+    lines = [line.removesuffix("\r") for line in text.split("\n")]
+    return lines[:-1] if lines and not lines[-1] else lines
+
+
+def read_glue_tsv(file: Path, task: Task, skip_bad: bool = False) -> list[Row]:
+    """A GLUE TSV, read without quoting, with or without header.
+
+    Quotes are text in these files: a CSV reader that honours them joins lines and loses rows.
+
+    Raises:
+        UserError: a row has another number of columns (unless `skip_bad`, which counts them).
+    """
+    lines = lines_of(read_text(file))
+    if not lines:
+        raise UserError(f"{file}: empty", "copy it again")
+    header = lines[0].split("\t")
+    start = 1
+    if not any(name in header for name in task.first):
+        if len(header) != len(task.headerless):
+            raise UserError(
+                f"{file}: line 1 has none of the columns {', '.join(task.first)}",
+                "restore the header line",
+            )
+        header, start = list(task.headerless), 0
+    rows, bad = [], 0
+    for number, line in enumerate(lines[start:], start + 1):
+        cells = line.split("\t")
+        if len(cells) != len(header):
+            if not skip_bad:
+                raise UserError(
+                    f"{file}: line {number} has {len(cells)} columns, not {len(header)}",
+                    "mend the line, or pass --skip-bad-rows to leave such lines out",
+                )
+            bad += 1
+            continue
+        rows.append(dict(zip(header, cells)))
+    if bad:
+        say(f"{file}: {bad} lines with another number of columns left out")
+    return rows
+
+
+def read_csv(file: Path) -> list[Row]:
+    """A quoted CSV (or TSV by suffix) with a header; UserError for broken quotes or ragged rows."""
+    delimiter = "\t" if ".tsv" in file.suffixes else ","
+    reader = csv.reader(io.StringIO(read_text(file), newline=""), delimiter=delimiter, strict=True)
+    rows: list[Row] = []
+    header: list[str] = []
+    try:
+        for cells in reader:
+            if not header:
+                header = cells
+            elif len(cells) != len(header):
+                raise UserError(
+                    f"{file}: line {reader.line_num} has {len(cells)} columns, not {len(header)}",
+                    "quote cells that hold the delimiter",
+                )
+            else:
+                rows.append(dict(zip(header, cells)))
+    except csv.Error as error:
+        raise UserError(
+            f"{file}: line {reader.line_num}: {error}", "close the quotes, double those inside"
+        ) from None
+    return rows
+
+
+def read_jsonl(file: Path) -> list[Row]:
+    """One JSON object a line; UserError names the line."""
+    rows = []
+    for number, line in enumerate(lines_of(read_text(file)), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise UserError(f"{file}: line {number}: {error}", "one JSON object a line") from None
+        if not isinstance(row, dict):
+            raise UserError(f"{file}: line {number} is no JSON object", "one JSON object a line")
+        rows.append(row)
+    return rows
+
+
+def read_conll(file: Path) -> list[Row]:
+    """Words (first column) and tags (last) of a CoNLL file, as {"tokens", "tags"} in IOB2.
+
+    A sentence ends at a line without visible characters; -DOCSTART- lines and `# ` comments go.
+    """
+    rows: list[Row] = []
+    words: list[str] = []
+    tags: list[str] = []
+
+    def close() -> None:
+        if words:
+            rows.append(
+                {"tokens": words.copy(), "tags": to_iob2(tags, f"{file}, sentence {len(rows) + 1}")}
+            )
+        words.clear()
+        tags.clear()
+
+    for number, line in enumerate(lines_of(read_text(file)), 1):
+        if not line.strip():
+            close()
+            continue
+        cells = line.split("\t") if "\t" in line else line.split(" ")
+        if cells[0] == "-DOCSTART-" or (cells[0] == "#" and len(cells) > 3):
+            continue
+        if len(cells) < 2 or not cells[0] or not cells[-1].strip():
+            raise UserError(
+                f"{file}: line {number} has no tag: {line!r}", "word, blank or tab, tag"
+            )
+        words.append(cells[0])
+        tags.append(cells[-1].strip())
+    close()
+    return rows
+
+
+def to_iob2(tags: list[str], where: str) -> list[str]:
+    """IOB1, IOB2 or IOBES tags as IOB2: every chunk starts with B-."""
+    result: list[str] = []
+    before = "O"
+    for tag in tags:
+        mark, dash, kind = tag.partition("-")
+        if tag != "O" and (mark not in ("B", "I", "E", "S", "L", "U") or not dash or not kind):
+            raise UserError(f"{where}: tag {tag!r}", "expected O, B-TYPE or I-TYPE")
+        if tag == "O":
+            result.append(tag)
+        elif (
+            mark in ("B", "S", "U")
+            or before == "O"
+            or before.partition("-")[2] != kind
+            or before[0] in "ESLU"
+        ):
+            result.append(f"B-{kind}")
+        else:
+            result.append(f"I-{kind}")
+        before = tag
+    return result
+
+
+def read_squad(file: Path, train: bool) -> list[Row]:
+    """SQuAD 1.1 or 2.0 JSON as {"id", "context", "question", "answers": [(text, start)]}.
+
+    Raises:
+        UserError: an answer does not stand in its context at its offset; names the question's id.
+    """
+    try:
+        articles = json.loads(read_text(file))["data"]
+        rows = [
+            {
+                "id": str(qa["id"]),
+                "context": paragraph["context"],
+                "question": qa["question"].strip(),
+                "answers": [
+                    (answer["text"], int(answer["answer_start"]))
+                    for answer in ([] if qa.get("is_impossible") else qa.get("answers", []))
+                ],
+            }
+            for article in articles
+            for paragraph in article["paragraphs"]
+            for qa in paragraph["qas"]
+        ]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{file}: not SQuAD JSON ({error!r})", "expected data/paragraphs/qas"
+        ) from None
+    check_answers(rows, str(file))
+    return rows
+
+
+def check_answers(rows: Iterable[Row], origin: str) -> None:
+    """Every answer stands in its context where its offset says; UserError names the question."""
+    for row in rows:
+        for text, start in row["answers"]:
+            if row["context"][start : start + len(text)] != text or not text:
+                raise UserError(
+                    f"{origin}: question {row['id']}: answer {text!r} is not in the context at {start}",
+                    "mend its answer_start (characters, not bytes)",
+                )
+
+
+def read_polarity(folder: Path) -> dict[str, list[Row]]:
+    """rt-polarity.{neg,pos}: every tenth snippet of each class is dev, the others are train."""
+    splits: dict[str, list[Row]] = {"train": [], "dev": []}
+    for label in ("neg", "pos"):
+        file = next(
+            (p for p in sorted(folder.glob(f"*.{label}*"))), folder / f"rt-polarity.{label}"
+        )
+        for number, line in enumerate(lines_of(read_text(file))):
+            row = {"text": line.strip(), "label": label}
+            splits["dev" if number % 10 == 0 else "train"].append(row)
+    return splits
+
+
+def read_splits(
+    task: Task, data: str, files: dict[str, str], skip_bad: bool
+) -> dict[str, list[Row]]:
+    """All splits of a task: explicit files first, else a local folder, else the hub.
+
+    Args:
+        data: folder, or a hub data set name (`name` or `name:config`), or "" for the task's own.
+        files: split -> file given by name; they win over the folder.
+    """
+    if task.name == "rt-polarity" and data and Path(data).is_dir():
+        return read_polarity(Path(data))
+    if data and not Path(data).is_dir() and (data.startswith((".", "/")) or data.count("/") > 1):
+        raise UserError(f"{data}: no such folder", "name a folder, or a hub data set as owner/name")
+    found = {split: Path(file) for split, file in files.items() if file}
+    if data and Path(data).is_dir():
+        for split, stems in task.splits:
+            file = _find(Path(data), stems, task.kind, split)
+            if file and split not in found:
+                found[split] = file
+    elif not found:
+        return _read_hub(task, data)
+    for split in ("train", "dev"):
+        if split not in found:
+            raise UserError(f"{data or task.name}: no {split} file", f"pass --{split} FILE")
+    return {
+        split: read_file(file, task, skip_bad, split == "train") for split, file in found.items()
+    }
+
+
+def read_file(file: Path, task: Task, skip_bad: bool = False, train: bool = False) -> list[Row]:
+    """One local file by the task's kind and the file's suffix."""
+    suffixes = [s for s in file.suffixes if s != ".gz"]
+    suffix = suffixes[-1] if suffixes else ""
+    readers: dict[str, Callable[[Path], list[Row]]] = {".jsonl": read_jsonl, ".csv": read_csv}
+    if task.kind == "question":
+        rows = read_squad(file, train)
+    elif task.kind == "tag" and suffix not in readers:
+        rows = read_conll(file)
+    elif suffix in readers:
+        rows = readers[suffix](file)
+    elif suffix == ".tsv" and (task.hub and task.kind != "choice"):
+        rows = read_glue_tsv(file, task, skip_bad)
+    elif suffix == ".tsv":
+        rows = read_csv(file)
+    else:
+        raise UserError(f"{file}: unknown kind of file", "expected .tsv, .csv or .jsonl")
+    if not rows:
+        raise UserError(f"{file}: holds no examples", "copy it again")
+    return rows
+
+
+def _find(folder: Path, stems: tuple[str, ...], kind: str, split: str) -> Path | None:
+    for stem in stems:
+        for suffix in _SUFFIXES:
+            for zipped in ("", ".gz"):
+                file = folder / f"{stem}{suffix}{zipped}"
+                if file.is_file():
+                    return file
+        if kind == "question":
+            files = sorted(folder.glob(f"{stem}-v*.json*"))
+            if files:
+                return files[0]
+    return None
+
+
+def _read_hub(task: Task, data: str) -> dict[str, list[Row]]:
+    name, _, config = data.partition(":")
+    where = (name, *([config] if config else [])) if data else task.hub
+    if not where:
+        raise UserError(
+            f"{task.name} has no hub data set of its own", "pass --data or --train and --dev"
+        )
+    from datasets import Dataset, load_dataset
+
+    try:
+        loaded = load_dataset(*where)
+    except Exception as error:  # the hub client raises a dozen kinds, all of which mean this
+        raise UserError(
+            f"{'/'.join(where)}: not loaded from the hub ({type(error).__name__}: {error})",
+            "check name and network, or pass --data FOLDER with local files",
+        ) from None
+    splits = {}
+    for split, names in task.splits:
+        hub_split = next((n for n in names if n in loaded), None)
+        if hub_split:
+            table: Dataset = loaded[hub_split]
+            splits[split] = [_plain(row, table.features) for row in table]
+    return splits
+
+
+def _plain(row: Row, features: Any) -> Row:
+    """Hub rows in the shape of the file readers: SQuAD answers as pairs, tags by name."""
+    if "context" in row and "answers" in row:
+        pairs = list(zip(row["answers"]["text"], row["answers"]["answer_start"]))
+        return {
+            "id": row["id"],
+            "context": row["context"],
+            "question": row["question"],
+            "answers": pairs,
+        }
+    for key in ("ner_tags", "tags"):
+        names = getattr(getattr(features.get(key), "feature", None), "names", None)
+        if names and key in row:
+            row = {**row, key: [names[tag] for tag in row[key]]}
+    return row
