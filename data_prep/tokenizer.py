@@ -18,6 +18,7 @@ from tokenizers import Tokenizer as Backend
 from configs.errors import UserError
 from configs.schema import VocabConfig
 from data_prep.tokenizer_models import ROLES, build_model, train_model
+from data_prep.tokenizer_words import WordCache, flatten
 
 INDEX = "tokenizer.json"
 
@@ -41,6 +42,8 @@ class Tokenizer:
             self.tokens[number] = token
         self.word_start = np.array([self._starts_word(token) for token in self.tokens], dtype=bool)
         self.dtype = np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.int32)
+        usable = WordCache.usable(backend)
+        self._cache = WordCache(backend, list(specials.values()), self.dtype) if usable else None
         self.fingerprint = hashlib.blake2b(backend.to_str().encode(), digest_size=16).hexdigest()
 
     def _starts_word(self, token: str) -> bool:
@@ -53,12 +56,13 @@ class Tokenizer:
     def encode_sentences(self, sentences: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Ids of all sentences in a row (uint16 or int32) and offsets (int64 [n + 1]); no special
         tokens are added."""
-        encoded = self.backend.encode_batch_fast(list(sentences), add_special_tokens=False)
-        ids = [one.ids for one in encoded]
-        offsets = np.zeros(len(ids) + 1, dtype=np.int64)
-        np.cumsum([len(one) for one in ids], out=offsets[1:])
-        values = np.fromiter((i for one in ids for i in one), self.dtype, int(offsets[-1]))
-        return values, offsets
+        if self._cache is not None:
+            ids, counts = self._cache.encode(sentences)
+        else:
+            ids, counts = flatten(self.backend, sentences, self.dtype)
+        offsets = np.zeros(len(sentences) + 1, dtype=np.int64)
+        np.cumsum(counts, out=offsets[1:])
+        return ids, offsets
 
     def save(self, folder: str | Path) -> Path:
         """Writes a folder that `transformers.AutoTokenizer` opens; each file appears whole."""

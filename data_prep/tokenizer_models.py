@@ -196,9 +196,7 @@ def _train_byte_bpe(config: VocabConfig, texts: Iterator[str]) -> Built:
     )
     backend.train_from_iterator(texts, trainer)
     model = json.loads(backend.to_str())["model"]
-    return _byte_bpe(
-        model["vocab"], [tuple(pair) for pair in model["merges"]], "the trained vocabulary"
-    )
+    return _byte_bpe(model["vocab"], [(a, b) for a, b in model["merges"]], "the trained vocabulary")
 
 
 def _from_folder(folder: Path, config: VocabConfig) -> Built:
@@ -207,10 +205,8 @@ def _from_folder(folder: Path, config: VocabConfig) -> Built:
     if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
         vocab = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
         lines = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")
-        merges = [
-            tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")
-        ]
-        return _byte_bpe(vocab, merges, str(folder))
+        pairs = [line.split(" ") for line in lines if line and not line.startswith("#version")]
+        return _byte_bpe(vocab, [(a, b) for a, b in pairs], str(folder))
     if (folder / "vocab.txt").is_file():
         return _wordpiece(read_vocab(folder / "vocab.txt"), str(folder / "vocab.txt"), config)
     raise UserError(
@@ -259,7 +255,7 @@ def _piece_steps(backend: Backend, charsmap: bytes, config: VocabConfig) -> None
 def _from_pieces(model: bytes, origin: str, config: VocabConfig) -> Built:
     from sentencepiece import sentencepiece_model_pb2
 
-    proto = sentencepiece_model_pb2.ModelProto()
+    proto = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
     try:
         proto.ParseFromString(model)
     except Exception as error:
