@@ -18,12 +18,14 @@ import os
 import resource
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from configs import Progress, Recipe
 from configs.loading import to_dict
 from configs.model import ModelConfig, model_flops
-from pretrain.data.batches import GlobalBatch
+
+if TYPE_CHECKING:
+    from pretrain.data.batches import GlobalBatch
 
 LOG = "log.jsonl"
 # Dense peak in bf16 and fp16 (FLOP/s) by what the device name contains; data sheets.
@@ -78,7 +80,7 @@ class Telemetry:
 
     @staticmethod
     def _zero() -> dict[str, float]:
-        return dict.fromkeys(("seconds", "data_wait_s", "tokens", "rows", "flops", "waste"), 0.0)
+        return dict.fromkeys(("seconds", "data_wait_s", "tokens", "rows", "flops", "computed"), 0.0)
 
     def wants(self, step: int) -> bool:
         """Whether update `step` (from 1) is logged: only then its losses need to reach the host."""
@@ -106,7 +108,7 @@ class Telemetry:
         work["data_wait_s"] += data_wait_s
         work["tokens"] += batch.tokens_total
         work["rows"] += batch.rows_total
-        work["waste"] += batch.tokens_total / max(1e-9, 1 - batch.waste)
+        work["computed"] += batch.tokens_total / max(1e-9, 1 - batch.waste)
         work["flops"] += model_flops(
             self.model,
             batch.tokens_total,
@@ -121,7 +123,7 @@ class Telemetry:
         tflops = work["flops"] / took / self.world / 1e12
         record = {**values, "epoch": batch.epoch, "seconds": seconds,
                   "tokens_per_s": work["tokens"] / took, "sequences_per_s": work["rows"] / took,
-                  "model_tflops": tflops, "packing_waste": 1 - work["tokens"] / work["waste"],
+                  "model_tflops": tflops, "packing_waste": 1 - work["tokens"] / work["computed"],
                   "data_wait": work["data_wait_s"] / took, "memory_gb": memory_gb()}  # fmt: skip
         if self.peak:
             record["mfu"] = tflops * 1e12 / self.peak

@@ -163,7 +163,8 @@ class Batches:
         self.order = RowOrder(shards.num_rows, seed)
         packer = make_packer(shards, masking, phase.global_batch, dp, micro_batch_tokens)
         self.builder = BatchBuilder(shards, masking, seed, phase_index, packer)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
+        self.warning = self.builder.masker.warning()  # for the user, "" if all is as asked
+        self._thread = ThreadPoolExecutor(1, "batches", self._enter_thread)
         self._next: tuple[int, Future[GlobalBatch]] | None = None
 
     def update(self, step_in_phase: int) -> GlobalBatch:
@@ -185,6 +186,10 @@ class Batches:
         """Ends the thread; a batch in the making is finished first."""
         self._next = None
         self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _enter_thread(self) -> None:
+        if self.device.type == "cuda":  # or pinning would open a context on the first card
+            torch.cuda.set_device(self.device)
 
     def row_ids(self, step_in_phase: int) -> tuple[np.ndarray, np.ndarray]:
         """(epochs, rows) of an update's global batch, int64 [global_batch] each."""

@@ -67,7 +67,7 @@ class Masker:
     def __init__(self, config: MaskingConfig, shards: Shards, seed: int, phase: int) -> None:
         check_masking(config)
         self.config, self.seed, self.phase = config, seed, phase
-        self.cap = shards.mask_cap
+        self.cap, self.max_length = shards.mask_cap, shards.max_length
         special = {int(i) for i in shards.special_ids.values()}
         self.mask_id = shards.special_ids["mask"]
         self.ordinary = np.setdiff1d(np.arange(shards.vocab_size), sorted(special)).astype(np.int32)
@@ -84,6 +84,18 @@ class Masker:
     def counts(self, lengths: np.ndarray) -> np.ndarray:
         """Predictions of rows of these lengths, int64 [n]."""
         return mask_counts(lengths, self.config.probability, self.cap)
+
+    def warning(self) -> str:
+        """What to tell the user if the shard's cap keeps full rows below the probability asked for."""
+        full = np.array([self.max_length])
+        real = int(self.counts(full)[0]) / self.max_length
+        if int(mask_counts(full, self.config.probability, self.max_length)[0]) <= self.cap:
+            return ""
+        return (
+            f"the shards keep {self.cap} predictions a row: {real:.1%} of a full row of "
+            f"{self.max_length} tokens is masked, not {self.config.probability:.1%} "
+            "(shards.<set>.mask_cap)"
+        )
 
     def draw(
         self,

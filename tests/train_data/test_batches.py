@@ -1,0 +1,226 @@
+"""The tensors of an update: well formed, and the same set of rows for any layout."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from configs import UserError
+from configs.schema import MaskingConfig, PhaseConfig
+from data_prep.shards import open_shards
+from pretrain.data.batches import Batches, MicroBatch
+from tests.synthetic import make_shards
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    return open_shards(make_shards(tmp_path_factory.mktemp("b") / "s", rows=700, vocab_size=500))
+
+
+def batches(shards, global_batch=96, steps=20, dp_rank=0, dp=1, budget=1024, device="cpu", **kw):
+    phase = PhaseConfig(global_batch=global_batch, steps=steps)
+    masking = MaskingConfig(**kw)
+    return Batches(shards, phase, 0, masking, 42, dp_rank, dp, budget, device)
+
+
+def rows_of(micro: MicroBatch) -> list[tuple]:
+    """Each real row as (tokens, types, keys, masked places and labels, label)."""
+    out = []
+    positions = micro.masked_positions[: micro.masked].numpy()
+    labels = micro.masked_labels[: micro.masked].numpy()
+    cu = micro.cu_seqlens.tolist()
+    for k in range(micro.rows):
+        a, b = cu[k], cu[k + 1]
+        here = (positions >= a) & (positions < b)
+        out.append(
+            (
+                tuple(micro.input_ids[a:b].tolist()),
+                tuple(micro.token_type_ids[a:b].tolist()),
+                tuple(micro.token_keys[a:b].tolist()),
+                tuple((positions[here] - a).tolist()),
+                tuple(labels[here].tolist()),
+                int(micro.next_sentence_labels[k]),
+            )
+        )
+    return out
+
+
+def test_micro_batches_are_what_the_model_relies_on(shards) -> None:
+    b = batches(shards)
+    g = b.update(3)
+    b.close()
+    assert (
+        len({tuple(t.shape for t in vars(m).values() if torch.is_tensor(t)) for m in g.micros}) == 1
+    )
+    assert sum(m.rows for m in g.micros) == g.rows_total == 96
+    assert sum(m.masked for m in g.micros) == g.masked_total
+    assert sum(m.tokens for m in g.micros) == g.tokens_total
+    assert sum(m.sum_squared_lengths for m in g.micros) == g.sum_squared_lengths_total
+    assert g.waste == pytest.approx(1 - g.tokens_total / sum(len(m.input_ids) for m in g.micros))
+    assert g.epoch == pytest.approx(4 * 96 / 700)
+    for m in g.micros:
+        t = len(m.input_ids)
+        cu = m.cu_seqlens.numpy()
+        spans = np.diff(cu)
+        assert cu[0] == 0 and cu[-1] == t and (spans >= 0).all() and spans.max() <= m.max_length
+        assert cu[m.rows] == m.tokens and m.cu_seqlens.dtype == torch.int32
+        assert m.token_keys.dtype == torch.int32 and m.input_ids.dtype == torch.int64
+        expected = np.concatenate([np.arange(n) for n in spans])
+        assert np.array_equal(m.position_ids.numpy(), expected)
+        assert (m.input_ids[m.tokens :] == shards.special_ids["pad"]).all()
+        assert (m.token_type_ids[m.tokens :] == 0).all()
+        assert m.masked_weights.sum() == m.masked and m.row_weights.sum() == m.rows
+        assert (m.masked_positions[: m.masked] < m.tokens).all()
+        first = m.first_positions[: m.rows]
+        assert (m.input_ids[first] == shards.special_ids["cls"]).all()
+        assert np.array_equal(first.numpy(), cu[: m.rows])
+        for ids, types, *_ in rows_of(m):
+            second = types.index(1)
+            assert ids[second - 1] == shards.special_ids["sep"] and set(types[second:]) == {1}
+
+
+@pytest.mark.parametrize("kind", ["token", "whole-word", "span"])
+def test_any_layout_sees_the_same_rows_masks_and_keys(shards, kind) -> None:
+    def seen(dp, budget):
+        found: Counter = Counter()
+        totals = set()
+        for rank in range(dp):
+            b = batches(shards, dp_rank=rank, dp=dp, budget=budget, kind=kind)
+            g = b.update(5)
+            b.close()
+            totals.add((g.masked_total, g.rows_total, g.tokens_total))
+            for m in g.micros:
+                found.update(rows_of(m))
+        assert len(totals) == 1
+        return found, totals
+
+    base = seen(1, 16384)
+    assert sum(base[0].values()) == 96
+    for dp, budget in ((1, 512), (2, 1024), (3, 4096), (8, 256)):
+        assert seen(dp, budget) == base
+
+
+def test_update_is_a_pure_function_of_its_number(shards) -> None:
+    one, other = batches(shards), batches(shards)
+    forward = [one.update(k) for k in range(4)]
+    for k in (3, 0, 2):
+        again = other.update(k)
+        for a, b in zip(forward[k].micros, again.micros):
+            assert rows_of(a) == rows_of(b) and torch.equal(a.cu_seqlens, b.cu_seqlens)
+    one.close(), other.close()
+
+
+def test_seek_to_update_one_million_needs_no_walk(shards) -> None:
+    b = batches(shards, steps=2_000_000)
+    g = b.update(1_000_000)
+    b.close()
+    assert g.epoch == pytest.approx(1_000_001 * 96 / 700)
+    epochs, rows = b.order.rows(1_000_000 * 96, 96)
+    want = Counter(shards.lengths[rows].tolist())
+    got = Counter(len(row[0]) for m in g.micros for row in rows_of(m))
+    assert got == want and set(epochs) == {1_000_000 * 96 // 700}
+
+
+def test_b25_epochs_differ_and_cover_every_row_on_two_processes(tmp_path) -> None:
+    shards = open_shards(
+        make_shards(tmp_path / "s", rows=22, max_length=16, vocab_size=64, parts=1)
+    )
+    ranks = [batches(shards, 22, 3, r, 2, 512) for r in range(2)]
+    orders = []
+    for step in range(3):
+        epochs, ids = ranks[0].row_ids(step)
+        assert sorted(ids) == list(range(22)) and set(epochs) == {step}
+        orders.append(tuple(ids))
+        micros = [m for r in ranks for m in r.update(step).micros]
+        lengths = Counter(len(row[0]) for m in micros for row in rows_of(m))
+        assert lengths == Counter(shards.lengths.tolist())
+    for r in ranks:
+        r.close()
+    assert len(set(orders)) == 3
+
+
+def test_b27_unequal_parts_give_every_rank_the_same_number_of_steps(tmp_path) -> None:
+    """33 rows on 2 ranks at batch 4: batches run on across epochs, nothing is dropped."""
+    shards = open_shards(
+        make_shards(tmp_path / "s", rows=33, max_length=16, vocab_size=64, parts=4)
+    )
+    assert len(shards.index["parts"]) == 4
+    seen: Counter = Counter()
+    for step in range(33):  # 33 updates of 4 rows = 4 epochs
+        sizes = []
+        for rank in range(2):
+            b = batches(shards, 4, 33, rank, 2, 128)
+            g = b.update(step)
+            sizes.append((len(g.micros), *(len(m.input_ids) for m in g.micros)))
+            assert g.rows_total == 4
+        assert sizes[0] == sizes[1]
+        seen.update(b.row_ids(step)[1].tolist())
+        b.close()
+    assert set(seen.values()) == {4} and len(seen) == 33
+
+
+def test_static_masks_of_the_shard_are_used_as_they_are(tmp_path) -> None:
+    shards = open_shards(
+        make_shards(tmp_path / "s", rows=50, max_length=32, vocab_size=64, static_masks=True)
+    )
+    b = batches(shards, 20, 5, budget=256)
+    g = b.update(1)
+    epochs, ids = b.row_ids(1)
+    b.close()
+    read = shards.rows(ids)
+    assert g.masked_total == len(read.masked_positions)
+    assert sum(m.masked for m in g.micros) == g.masked_total
+    want = {tuple(read.tokens[a:e].tolist()) for a, e in zip(read.offsets[:-1], read.offsets[1:])}
+    for m in g.micros:
+        assert {row[0] for row in rows_of(m)} <= want
+        assert (m.input_ids[m.masked_positions[: m.masked]] == shards.special_ids["mask"]).all()
+
+
+def test_rows_of_one_segment_have_token_type_zero(tmp_path) -> None:
+    shards = open_shards(
+        make_shards(tmp_path / "s", rows=40, max_length=32, vocab_size=64, pairs=False)
+    )
+    b = batches(shards, 20, 5, budget=512)
+    assert all((m.token_type_ids == 0).all() for m in b.update(0).micros)
+    b.close()
+
+
+def test_a_batch_larger_than_the_set_sees_rows_of_several_epochs_with_other_masks(tmp_path) -> None:
+    shards = open_shards(make_shards(tmp_path / "s", rows=7, max_length=64, vocab_size=64, parts=1))
+    b = batches(shards, 21, 2, budget=512)
+    rows = [row for m in b.update(0).micros for row in rows_of(m)]
+    b.close()
+    assert len(rows) == 21 and len({row[2] for row in rows}) == 21  # keys: one per (epoch, row)
+
+
+def test_a_mistake_is_refused_before_any_row_is_read(shards, tmp_path) -> None:
+    with pytest.raises(UserError, match="cannot feed 4"):
+        batches(shards, global_batch=2, dp=4)
+    with pytest.raises(UserError, match="micro_batch_tokens=64"):
+        batches(shards, budget=64)
+    with pytest.raises(UserError, match="masking.kind"):
+        batches(shards, kind="word")
+
+
+def test_a_damaged_part_is_reported_by_the_thread_that_reads_ahead(tmp_path) -> None:
+    folder = make_shards(tmp_path / "s", rows=300, max_length=32, vocab_size=64, parts=2)
+    shards = open_shards(folder)
+    part = folder / "part-00001.arrow"
+    part.write_bytes(part.read_bytes()[: part.stat().st_size // 2])
+    b = batches(shards, 64, 20, budget=512)
+    with pytest.raises(UserError, match="part-00001.arrow"):
+        for step in range(10):
+            b.update(step)
+    b.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_masks_and_keys_are_the_same_on_a_gpu(shards) -> None:
+    host, device = batches(shards), batches(shards, device="cuda")
+    for a, b in zip(host.update(2).micros, device.update(2).micros):
+        assert rows_of(a) == rows_of(b.map(torch.Tensor.cpu))
+    host.close(), device.close()
