@@ -177,6 +177,7 @@ class TrainConfig:
     log_every: int = 1
     compile: bool = True  # torch.compile on GPU
     kernels: str = "auto"  # auto (fused on GPU) | plain
+    shards_dir: str = ""  # read shard sets from here (a node-local copy) instead of work_dir/shards
     threads: int = 0  # torch threads a process; 0 = cores / processes on this node
     deterministic: bool = False
 
@@ -225,13 +226,12 @@ class Profile:
     modules: list[str] = field(default_factory=list)
     setup: list[str] = field(default_factory=list)  # shell lines, e.g. activate an environment
     environment: dict[str, str] = field(default_factory=dict)  # NCCL_SOCKET_IFNAME, ...
-    container: str = (
-        ""  # put before the command: `--container-image=...` of pyxis or `apptainer exec ...`
-    )
-    container_srun_options: str = ""
+    container: str = ""  # put before each command, e.g. `apptainer exec --nv image.sif`
+    srun_options: str = ""  # added to each srun, e.g. pyxis' `--container-image=... --no-container-...`
     python: str = "python"
     offline: bool = False  # HF_HUB_OFFLINE=1 and no package index
     wheelhouse: str = ""
     stage_shards_to: str = ""  # node-local folder the shards are copied to first
+    preflight: bool = True  # check every node at the start of each training job
     max_restarts: int = 20
     sbatch_options: dict[str, str] = field(default_factory=dict)  # anything else, passed through
