@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -232,8 +233,6 @@ def write_weights(
     tensors: Mapping[str, torch.Tensor], folder: Path, shard_bytes: int = SHARD_BYTES
 ) -> None:
     """model.safetensors, or numbered shards with an index once they exceed `shard_bytes`."""
-    from safetensors.torch import save_file
-
     shards: list[dict[str, torch.Tensor]] = [{}]
     filled = total = 0
     for name, tensor in tensors.items():
@@ -244,19 +243,27 @@ def write_weights(
         shards[-1][name] = tensor.contiguous()
         filled += size
         total += size
-    # `format: pt` is what transformers looks for before it reads a tensor.
     if len(shards) == 1:
-        save_file(shards[0], folder / "model.safetensors", metadata={"format": "pt"})
+        _save(shards[0], folder / "model.safetensors")
         return
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_file(shard, folder / file, metadata={"format": "pt"})
+        _save(shard, folder / file)
         weight_map |= dict.fromkeys(shard, file)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(
         json.dumps(index, indent=2), encoding="utf-8"
     )
+
+
+def _save(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
+    from safetensors.torch import save_file
+
+    # `format: pt` is what transformers looks for before it reads a tensor.
+    save_file(dict(tensors), file, metadata={"format": "pt"})
+    shutil.copymode(file.parent, file)  # safetensors makes files that only their owner may read
+    file.chmod(file.stat().st_mode & 0o666)
 
 
 def sync_folder(folder: Path) -> None:

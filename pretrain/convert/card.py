@@ -1,0 +1,117 @@
+"""The model card of an exported folder: where the weights come from and what they scored."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from configs.model import ModelConfig, parameter_count
+
+
+def commit() -> str:
+    """The git commit of this code, "unknown" outside a checkout."""
+    try:
+        done = subprocess.run(
+            ["git", "rev-parse", "HEAD"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            timeout=10,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    return done.stdout.strip() or "unknown"
+
+
+def last_scores(log: Path, step: int) -> dict[str, dict[str, Any]]:
+    """The last "train" and "eval" line of log.jsonl up to `step`; {} where there is no log."""
+    scores: dict[str, dict[str, Any]] = {}
+    if not log.is_file():
+        return scores
+    for line in log.read_text(encoding="utf-8").splitlines():
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue  # a line cut by a kill
+        if entry.get("kind") in ("train", "eval") and entry.get("step", 0) <= step:
+            scores[entry["kind"]] = entry
+    return scores
+
+
+def model_card(
+    config: ModelConfig, meta: Mapping[str, Any], scores: Mapping[str, Any], code: str
+) -> str:
+    """README.md with the hub's metadata block."""
+    recipe = meta.get("recipe") or {}
+    name = recipe.get("name", "bert")
+    languages = sorted({source.get("language", "en") for source in recipe.get("sources", [])})
+    lines = [
+        "---",
+        "library_name: transformers",
+        "pipeline_tag: fill-mask",
+        *(["language:", *(f"- {language}" for language in languages)] if languages else []),
+        "tags:",
+        "- bert",
+        "- fill-mask",
+        "- lambert",
+        "---",
+        "",
+        f"# {name}",
+        "",
+        f"A BERT ({config.num_layers} layers, hidden size {config.hidden_size},"
+        f" {config.num_heads} heads, vocabulary {config.vocab_size},"
+        f" {parameter_count(config) / 1e6:.1f} M parameters), pretrained with Lambert.",
+        "",
+        f"Heads: masked LM{' and next-sentence prediction' if config.nsp_head else ''}.",
+        "",
+        "## Training data",
+        "",
+    ]
+    for source in recipe.get("sources", []):
+        label = source.get("name") or Path(source.get("path", "")).name
+        lines.append(f"- {label} ({source.get('kind')}, weight {source.get('weight', 1.0):g})")
+    if not recipe.get("sources"):
+        lines.append("Not recorded: the weights were imported from another layout.")
+    lines += ["", "## Training", "", f"Update {meta.get('step', 0)}."]
+    for phase in recipe.get("phases", []):
+        schedule = phase.get("schedule", {})
+        lines.append(
+            f"- {phase.get('name')}: {phase.get('steps')} updates of {phase.get('global_batch')} rows"
+            f" from `{phase.get('shards')}`, {schedule.get('kind')} schedule, peak rate {schedule.get('lr'):g}"
+        )
+    lines += ["", "## Scores", ""]
+    shown = {
+        ("train", "mlm_loss"): "training MLM loss (nats)",
+        ("eval", "mlm_loss"): "held-out MLM loss (nats)",
+        ("eval", "mlm_accuracy"): "held-out MLM accuracy",
+        ("eval", "nsp_accuracy"): "held-out NSP accuracy",
+        ("eval", "blimp"): "BLiMP sample (%)",
+    }
+    rows = [
+        f"| {text} | {scores[kind][key]:.4f} | {scores[kind]['step']} |"
+        for (kind, key), text in shown.items()
+        if isinstance(scores.get(kind, {}).get(key), int | float)
+    ]
+    if rows:
+        lines += ["| score | value | update |", "| --- | --- | --- |", *rows]
+    else:
+        lines.append("None recorded.")
+    lines += [
+        "",
+        "## Provenance",
+        "",
+        f"- exported by Lambert at commit {code}",
+        f"- checkpoint format {meta.get('format', 'none')}, tokenizer fingerprint"
+        f" {meta.get('tokenizer_fingerprint', 'not recorded')}",
+        "- the whole recipe is in `lambert.json`",
+        "",
+        "```python",
+        "from transformers import pipeline",
+        "",
+        'pipeline("fill-mask", ".")("Paris is the [MASK] of France.")',
+        "```",
+    ]
+    return "\n".join(lines) + "\n"

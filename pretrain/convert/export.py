@@ -1,0 +1,203 @@
+"""`python -m pretrain export RUN OUT`: a checkpoint as a Hugging Face folder that checked itself."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from configs import UserError, say
+from configs.model import ModelConfig
+from pretrain.convert.card import commit, last_scores, model_card
+from pretrain.convert.hf import SHARD_BYTES, config_to_hf, sync_folder, write_weights
+from pretrain.convert.opening import Opened, open_model
+from pretrain.convert.vocabulary import tokenizer_size, write_folder
+
+if TYPE_CHECKING:
+    from pretrain.model import BertForPreTraining
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+PROVENANCE = "lambert.json"
+TOLERANCE = 1e-5  # of the largest logit (at least 1): fp32 in another order of sums
+
+
+def main(argv: Sequence[str]) -> int:
+    options = _parser().parse_args(argv)
+    if options.shard_gb <= 0:
+        raise UserError(f"--shard-gb {options.shard_gb}", "a size above 0")
+    export(
+        Path(options.run),
+        Path(options.out),
+        dtype=options.dtype,
+        vocab=Path(options.vocab) if options.vocab else None,
+        shard_bytes=int(options.shard_gb * 1024**3),
+    )
+    return 0
+
+
+def export(
+    run: Path,
+    out: Path,
+    *,
+    dtype: str = "fp32",
+    vocab: Path | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> Path:
+    """Writes `out` with weights, config, fast tokenizer and model card, and compares it by reloading.
+
+    A checkpoint of any tp, ZeRO stage and precision gives the same folder; no GPU is needed. An
+    older export in `out` is replaced at the very end; any other folder is refused.
+
+    Args:
+        dtype: fp32 | bf16, of the weights on disk. vocab: tokenizer folder, None = the run's.
+        shard_bytes: larger weights are split into several safetensors files.
+
+    Raises:
+        UserError: no or damaged checkpoint, tokenizer of another size, `out` is something else,
+            or the reloaded model computes something else than the trained one.
+    """
+    if out.exists() and any(out.iterdir()) and not (out / PROVENANCE).is_file():
+        raise UserError(f"{out}: exists and is no earlier export", "name another folder")
+    opened = open_model(run, vocab)
+    entries = tokenizer_size(opened.tokenizer)
+    if entries != opened.config.vocab_size:
+        raise UserError(
+            f"{opened.tokenizer}: {entries} entries, the model has {opened.config.vocab_size}",
+            "the tokenizer is of another run",
+        )
+    fresh = out.with_name(f".{out.name}.new")
+    shutil.rmtree(fresh, ignore_errors=True)
+    fresh.mkdir(parents=True)
+    count, path, meta = len(opened.tensors), opened.path, opened.meta
+    _write_small_files(fresh, opened, dtype)
+    model = _write_weights(fresh, opened, dtype, shard_bytes)
+    say(f"{path}: {count} tensors written; reloading with transformers to compare")
+    difference = self_check(fresh, model)
+    del model
+    sync_folder(fresh)
+    if out.exists():
+        shutil.rmtree(out)
+    fresh.rename(out)
+    say(f"{out}: update {meta.get('step', 0)}, {dtype}; logits differ by {difference:.1e} at most")
+    return out
+
+
+def self_check(folder: Path, model: BertForPreTraining) -> float:
+    """Reloads `folder` with transformers and compares every logit of four random rows.
+
+    Returns:
+        The largest difference.
+
+    Raises:
+        UserError: missing or unexpected keys, a size that differs, or logits that do.
+    """
+    import torch
+    from transformers import AutoModelForMaskedLM, AutoModelForPreTraining, AutoTokenizer
+    from transformers.utils import logging
+
+    from pretrain.downstream.blimp import uniform_rows
+
+    logging.disable_progress_bar()
+    config = model.config
+    auto = AutoModelForPreTraining if config.nsp_head else AutoModelForMaskedLM
+    loaded, info = auto.from_pretrained(folder, output_loading_info=True, dtype=torch.float32)
+    wrong = {kind: sorted(map(str, keys)) for kind, keys in info.items() if keys}
+    if wrong:
+        raise UserError(f"{folder}: transformers reports {wrong}", "this is a fault of the export")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    rows = loaded.get_input_embeddings().weight.shape[0]
+    if not len(tokenizer) == rows == config.vocab_size:
+        raise UserError(
+            f"{folder}: tokenizer {len(tokenizer)}, embedding {rows}, config {config.vocab_size}",
+            "this is a fault of the export",
+        )
+    length = min(64, config.max_position_embeddings)
+    ids = torch.randint(config.vocab_size, (4, length), generator=torch.Generator().manual_seed(0))
+    types = (torch.arange(length) >= length // 2).long().expand(4, -1).contiguous()
+    with torch.no_grad():
+        given = loaded.eval()(input_ids=ids, token_type_ids=types)
+        micro = uniform_rows(ids, types)
+        hidden = model.encode(micro)
+        pairs = [
+            (given[0] if not config.nsp_head else given.prediction_logits, model.logits(hidden))
+        ]
+        if config.nsp_head:
+            pairs.append(
+                (given.seq_relationship_logits, model.nsp_logits(hidden[micro.first_positions]))
+            )
+    worst = 0.0
+    for theirs, ours in pairs:
+        difference = (theirs.reshape(ours.shape) - ours).abs().max().item()
+        if not difference <= TOLERANCE * max(1.0, ours.abs().max().item()):
+            raise UserError(
+                f"{folder}: logits differ from the trained model's by {difference:.2e}",
+                "this is a fault of the export; nothing was published",
+            )
+        worst = max(worst, difference)
+    return worst
+
+
+def _write_weights(fresh: Path, opened: Opened, dtype: str, shard_bytes: int) -> BertForPreTraining:
+    """Writes the weights and returns our model with them as stored; empties opened.tensors, so
+    that at most two copies of the model are in memory at a time."""
+    import torch
+
+    from pretrain.convert.native import to_model
+
+    tensors = opened.tensors
+    if dtype != "fp32":
+        for name in tensors:
+            tensors[name] = tensors[name].to(getattr(torch, DTYPES[dtype]))
+    write_weights(tensors, fresh, shard_bytes)
+    model = to_model(opened.config, tensors)
+    tensors.clear()
+    return model
+
+
+def _write_small_files(fresh: Path, opened: Opened, dtype: str) -> None:
+    config, meta = opened.config, opened.meta
+    write_folder(opened.tokenizer, fresh, None, config.max_position_embeddings)
+    _patch_tokenizer(fresh, config)
+    hf = config_to_hf(config, DTYPES[dtype], _pad_id(fresh))
+    (fresh / "config.json").write_text(json.dumps(hf, indent=2) + "\n", encoding="utf-8")
+    code = commit()
+    run = opened.path.parent.parent if meta else opened.path
+    scores = last_scores(run / "log.jsonl", meta.get("step", 0))
+    card = model_card(config, meta, scores, code)
+    (fresh / "README.md").write_text(card, encoding="utf-8")
+    kept = ("step", "recipe", "tokenizer_fingerprint", "format")
+    provenance: dict[str, Any] = {
+        "commit": code,
+        "origin": str(opened.path),
+        "scores": scores,
+        **{key: meta[key] for key in kept if key in meta},
+    }
+    (fresh / PROVENANCE).write_text(json.dumps(provenance, indent=2) + "\n", encoding="utf-8")
+
+
+def _patch_tokenizer(folder: Path, config: ModelConfig) -> None:
+    """Sets the length that the model can take; casing stays as the shards were built (B05)."""
+    file = folder / "tokenizer_config.json"
+    values = json.loads(file.read_text(encoding="utf-8"))
+    values["model_max_length"] = config.max_position_embeddings
+    file.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _pad_id(folder: Path) -> int:
+    from transformers import AutoTokenizer
+
+    return int(AutoTokenizer.from_pretrained(folder).pad_token_id or 0)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m pretrain export", description=__doc__)
+    add = parser.add_argument
+    add("run", metavar="RUN", help="work_dir, train folder, or one step-... checkpoint folder")
+    add("out", metavar="OUT", help="the Hugging Face folder to write")
+    add("--dtype", default="fp32", choices=tuple(DTYPES), help="of the weights on disk")
+    add("--vocab", default="", help="tokenizer folder; default: the run's vocab/")
+    add("--shard-gb", type=float, default=2.0, help="split weights above this size")
+    return parser

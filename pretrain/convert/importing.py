@@ -1,0 +1,87 @@
+"""`python -m pretrain import SOURCE OUT`: a foreign model as a run that training goes on from."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from configs import UserError, say
+from pretrain.convert.hf import sync_folder
+from pretrain.convert.layouts import read_foreign
+from pretrain.convert.vocabulary import write_folder
+
+
+def main(argv: Sequence[str]) -> int:
+    options = _parser().parse_args(argv)
+    import_model(
+        Path(options.source),
+        Path(options.out),
+        vocab=Path(options.vocab) if options.vocab else None,
+        trim=options.trim_vocab,
+        lowercase={"": None, "cased": False, "uncased": True}[options.casing],
+        seed=options.seed,
+    )
+    return 0
+
+
+def import_model(
+    source: Path,
+    out: Path,
+    *,
+    vocab: Path | None = None,
+    trim: bool = False,
+    lowercase: bool | None = None,
+    seed: int = 42,
+) -> Path:
+    """Makes `out` a work_dir: vocab/ and train/checkpoints/step-00000000, masters without moments.
+
+    Args:
+        vocab, trim: see `read_foreign`. lowercase: of a bare vocab.txt; None looks at its entries.
+        seed: of heads that the source lacks.
+
+    Raises:
+        UserError: `out` is not empty; everything of `read_foreign`.
+    """
+    if out.exists() and any(out.iterdir()):
+        raise UserError(f"{out}: not empty", "name a new folder; nothing is overwritten")
+    model = read_foreign(source, vocab, trim)
+    assert model.tokenizer is not None
+
+    from pretrain.checkpoint import save_logical
+    from pretrain.convert.native import with_new_heads
+
+    tensors = with_new_heads(model.config, model.tensors, seed)
+    fresh = out.with_name(f".{out.name}.new")
+    shutil.rmtree(fresh, ignore_errors=True)
+    write_folder(model.tokenizer, fresh / "vocab", lowercase, model.config.max_position_embeddings)
+    meta = {
+        "model": asdict(model.config),
+        "imported": {"layout": model.layout, "from": str(source), "new_heads": model.missing_heads},
+    }
+    save_logical(fresh / "train", tensors, meta)
+    sync_folder(fresh)
+    if out.exists():
+        out.rmdir()
+    fresh.rename(out)
+    for name, reason in model.dropped.items():
+        say(f"left out {name}: {reason}")
+    if model.missing_heads:
+        say(f"not in the source, drawn anew: {', '.join(model.missing_heads)}")
+    say(f"{out}: {len(model.tensors)} tensors of a {model.layout} model; go on from it with")
+    say(f"  python -m pretrain train RECIPE checkpoint.init_from={out}")
+    return out
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m pretrain import", description=__doc__)
+    add = parser.add_argument
+    add("source", metavar="SOURCE", help="HF folder, TensorFlow prefix, or .pt of NVIDIA's BERT")
+    add("out", metavar="OUT", help="the work_dir to make")
+    add("--vocab", default="", help="vocab.txt or tokenizer folder, where none lies beside SOURCE")
+    add("--trim-vocab", action="store_true", help="cut embedding rows beyond the tokenizer")
+    add("--casing", default="", choices=("", "cased", "uncased"), help="of a bare vocab.txt")
+    add("--seed", type=int, default=42, help="of heads that SOURCE lacks")
+    return parser

@@ -1,0 +1,173 @@
+"""`python -m pretrain evaluate MODEL`: held-out MLM and NSP scores, and BLiMP."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from configs import UserError, say
+from configs.schema import MaskingConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from data_prep.shards import Shards
+    from pretrain.model import BertForPreTraining
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints one line a score; the last line is all of them as JSON when --json is given."""
+    options = _parser().parse_args(argv)
+    if not options.shards and not options.blimp:
+        raise UserError("nothing to evaluate on", "pass --shards FOLDER, --blimp FILE, or both")
+    if not 0 < options.sample <= 1:
+        raise UserError(f"--sample {options.sample}", "a share of BLiMP: above 0, at most 1")
+    held_out = _held_out(Path(options.shards)) if options.shards else None
+    if options.blimp and not Path(options.blimp).is_file():
+        raise UserError(f"{options.blimp}: no such file", "name BLiMP's parquet file")
+
+    scores = evaluate(
+        Path(options.model),
+        held_out,
+        rows=options.rows,
+        probability=options.probability,
+        blimp=options.blimp,
+        sample=options.sample,
+        device=options.device,
+    )
+    for name, value in scores.items():
+        if isinstance(value, dict):
+            for key, part in value.items():
+                say(f"  {key}: {part:.2f}")
+        else:
+            say(f"{name}: {value:.4f}" if isinstance(value, float) else f"{name}: {value}")
+    if options.json:
+        print(json.dumps(scores))
+    return 0
+
+
+def evaluate(
+    path: Path,
+    held_out: Shards | None = None,
+    *,
+    rows: int = 0,
+    probability: float = 0.15,
+    blimp: str = "",
+    sample: float = 1.0,
+    device: str = "",
+) -> dict[str, Any]:
+    """Scores of a run, checkpoint or HF folder.
+
+    Args:
+        held_out: opened held-out shards; None leaves MLM and NSP out. rows: 0 = all of them.
+        probability: of masking. The masks depend on the rows alone, so models can be compared.
+        blimp: BLiMP's parquet file; "" leaves it out. sample: share of its pairs.
+        device: cuda or cpu; "" takes the GPU if there is one.
+
+    Returns:
+        The values of `pretrain.evaluation.Evaluator.run`, then blimp, blimp_pairs, blimp_by_term
+        (percent).
+    """
+    import torch
+    from transformers import AutoTokenizer
+
+    from pretrain.convert.native import to_model
+    from pretrain.convert.opening import open_model
+    from pretrain.kernels import select
+
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    opened = open_model(path)
+    if held_out is not None:
+        check_tokenizer(opened.tokenizer, held_out)
+    tokenizer = AutoTokenizer.from_pretrained(opened.tokenizer, use_fast=True)
+    model = to_model(opened.config, opened.tensors, select("auto", device)).to(device)
+    if device == "cuda":
+        model = model.bfloat16()
+    budget = 65536 if device == "cuda" else 8192
+    scores: dict[str, Any] = {}
+    if held_out is not None:
+        scores |= _held_out_scores(model, held_out, rows, probability, budget, device)
+        if not opened.config.nsp_head:
+            scores = {name: value for name, value in scores.items() if not name.startswith("nsp")}
+    if blimp:
+        scores |= _blimp_scores(
+            model, cast("PreTrainedTokenizerFast", tokenizer), blimp, sample, budget
+        )
+    return scores
+
+
+def check_tokenizer(folder: Path, held_out: Shards) -> None:
+    """Same word pieces, same ids: else the scores would be of noise. UserError otherwise."""
+    ours = _vocabulary(folder / "tokenizer.json")
+    theirs = _vocabulary(held_out.folder / "tokenizer.json")
+    if ours != theirs:
+        raise UserError(
+            f"{held_out.folder}: made with another tokenizer ({len(theirs)} entries) than"
+            f" {folder} ({len(ours)} entries)",
+            "score on shards built with the model's own vocabulary",
+        )
+
+
+def _vocabulary(file: Path) -> Any:
+    if not file.is_file():
+        file = file.parent.parent / file.name  # held-out/ lies inside its set
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))["model"]["vocab"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{file}: no readable tokenizer ({error!r})", "restore it") from None
+
+
+def _held_out_scores(
+    model: BertForPreTraining,
+    held_out: Shards,
+    rows: int,
+    probability: float,
+    budget: int,
+    device: str,
+) -> dict[str, float]:
+    from pretrain.evaluation import Evaluator
+
+    masking = MaskingConfig(probability=probability)
+    scorer = Evaluator(held_out, masking, rows, micro_batch_tokens=budget, device=device)
+    return scorer.run(model)
+
+
+def _blimp_scores(
+    model: BertForPreTraining,
+    tokenizer: PreTrainedTokenizerFast,
+    file: str,
+    sample: float,
+    budget: int,
+) -> dict[str, Any]:
+    from pretrain.downstream.blimp import read_pairs, score_pairs, summary
+
+    pairs = read_pairs(file, sample)
+    result = summary(pairs, score_pairs(model, tokenizer, pairs, budget, quiet=False))
+    return {
+        "blimp": result["accuracy"],
+        "blimp_pairs": result["pairs"],
+        "blimp_by_term": result["by_term"],
+    }
+
+
+def _held_out(folder: Path) -> Shards:
+    from data_prep.shards import HELD_OUT, held_out, open_shards
+
+    return held_out(folder) if (folder / HELD_OUT).is_dir() else open_shards(folder)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m pretrain evaluate", description=__doc__)
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="work_dir, train folder, checkpoint or HF folder")
+    add("--shards", help="shard set whose held-out part is scored (or the held-out folder itself)")
+    add("--rows", type=int, default=0, help="held-out rows scored; 0 = all")
+    add("--probability", type=float, default=0.15, help="masking probability (default 0.15)")
+    add("--blimp", default="", help="BLiMP as parquet: scored by pseudo-log-likelihood")
+    add("--sample", type=float, default=1.0, help="share of BLiMP's pairs (default 1)")
+    add("--device", default="", choices=("", "cpu", "cuda"))
+    add("--json", action="store_true", help="print all scores as one JSON line last")
+    return parser
