@@ -18,7 +18,7 @@ import numpy as np
 
 from configs.schema import PrepConfig, SourceConfig
 from data_prep.arrays import is_whole, load_arrays, load_meta, save_arrays
-from data_prep.sentences import Splitter
+from data_prep.sentences import Splitter, read_abbreviations
 from data_prep.shards import offsets_of
 from data_prep.sources import Document, Range, open_source
 from data_prep.tokenizer import Tokenizer, load
@@ -66,7 +66,7 @@ def _tokenizer(folder: Path) -> Tokenizer:
 
 @cache
 def _splitter(language: str, abbreviations: str) -> Splitter:
-    words = Path(abbreviations).read_text("utf-8").splitlines() if abbreviations else []
+    words = read_abbreviations(abbreviations) if abbreviations else []
     return Splitter(words, language)
 
 
@@ -94,8 +94,7 @@ class _Batch:
         if document.presplit:
             self.sentences += document.paragraphs
         else:
-            for paragraph in document.paragraphs:
-                self.sentences += self.splitter.split(paragraph)
+            self.sentences += self.splitter.split_many(document.paragraphs)
         self.counts.append(len(self.sentences) - before)
         self.hashes.append(blake2b(text, digest_size=16).digest())
         self.bytes += len(text)

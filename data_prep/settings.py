@@ -97,6 +97,17 @@ def difference(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> li
     return lines
 
 
+def leaves(settings: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Every leaf as (dotted key, value)."""
+    found: list[tuple[str, Any]] = []
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            found += leaves(value, f"{prefix}{key}.")
+        else:
+            found.append((f"{prefix}{key}", value))
+    return found
+
+
 def _short(value: Any) -> str:
     text = str(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -183,7 +183,7 @@ def finish_folder(
     counts: dict[str, Any],
     held_out: bool,
 ) -> dict[str, Any]:
-    """Joins the parts' lengths, puts tokenizer and README in place and writes index.json last."""
+    """Joins the parts' `lengths`, puts tokenizer and README in place and writes index.json last."""
 
     def join(file: BinaryIO) -> None:
         for piece in lengths:
@@ -214,6 +214,7 @@ def finish_folder(
         "rows": sum(p["rows"] for p in parts),
         "tokens": sum(p["tokens"] for p in parts),
         "labels": [sum(p["labels"][k] for p in parts) for k in (0, 1)],
+        "held_out": held_out,
         "tokenizer": tokenizer,
         "sources": sources,
         "counts": counts,

@@ -303,6 +303,7 @@ _INDEX_KEYS: dict[str, type] = {
     "stamp": str, "fingerprint": str, "settings": dict, "objective": str, "max_length": int,
     "mask_cap": int, "static_masks": bool, "rows": int, "tokens": int, "labels": list,
     "tokenizer": dict, "parts": list, "files": dict, "sources": list, "counts": dict,
+    "held_out": bool,
 }  # fmt: skip
 _TOKENIZER_KEYS: dict[str, type] = {
     "vocab_size": int, "fingerprint": str, "special_ids": dict, "word_start": str,
