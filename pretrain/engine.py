@@ -8,6 +8,7 @@ same with DeepSpeed's ZeRO optimisers. Both offer a `Shard`, which LAMB and chec
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from configs.schema import Recipe
-from pretrain.optim.lamb import Lamb, Update
-from pretrain.optim.scaler import LossScaler
+from pretrain.guard import LossScaler
+from pretrain.optim.lamb import Decide, Lamb, Update
 from pretrain.parallel.groups import Groups
 from pretrain.parallel.pieces import Piece
 from pretrain.parallel.slices import Shard, make_slices
@@ -37,19 +38,24 @@ class Engine:
     lamb: Lamb
 
     def __init__(self, recipe: Recipe, pieces: list[Piece], groups: Groups) -> None:
-        guard = recipe.guard
         self.pieces, self.groups = pieces, groups
-        self.scaler = LossScaler(
-            recipe.train.precision == "fp16", guard.initial_loss_scale, guard.min_loss_scale
-        )
+        self.scaler = LossScaler(recipe.guard) if recipe.train.precision == "fp16" else None
+
+    @property
+    def loss_scale(self) -> float:
+        return self.scaler.scale if self.scaler else 1.0
 
     def backward(self, loss: Tensor, last: bool) -> None:
         """Adds the gradient of `loss` (this micro-batch's share of the update's loss, to be
         summed over ranks). last: no more follow in this update; gradients are reduced."""
         raise NotImplementedError
 
-    def step(self, lr: float) -> Update:
-        """Applies the reduced gradients and forgets them."""
+    def step(self, lr: float, decide: Decide = math.isfinite) -> Update:
+        """Applies the reduced gradients and forgets them.
+
+        decide: told the global gradient norm, says whether to apply (alike on all ranks). Raises
+        what it raises, and TrainingStopped when fp16 has skipped too many updates in a row.
+        """
         raise NotImplementedError
 
     def refresh(self) -> None:
@@ -58,11 +64,13 @@ class Engine:
 
     def state(self) -> dict[str, Any]:
         """The scalars that resume needs, for JSON."""
-        return {"optimizer_steps": self.lamb.steps, "scaler": self.scaler.state()}
+        scaler = self.scaler.state() if self.scaler else None
+        return {"optimizer_steps": self.lamb.steps, "scaler": scaler}
 
     def load(self, state: dict[str, Any]) -> None:
         self.lamb.steps = int(state["optimizer_steps"])
-        self.scaler.load(state["scaler"])
+        if self.scaler and state.get("scaler"):
+            self.scaler.load(state["scaler"])
         self.shard.zero_padding()
         self.refresh()
 
@@ -187,7 +195,7 @@ class LeanEngine(Engine):
         if last:
             for bucket in self.buckets:
                 bucket.waiting = len(bucket.params)
-        (loss * self.scaler.scale).backward()
+        (loss * self.loss_scale if self.scaler else loss).backward()
         self._first = False
         if last and self.groups.dp > 1:
             for bucket in self.buckets:
@@ -197,11 +205,12 @@ class LeanEngine(Engine):
                 bucket.work.wait()
                 bucket.work = None
 
-    def step(self, lr: float) -> Update:
-        update = self.lamb.step(self.reduced, lr, 1.0 / self.scaler.scale, self.low)
+    def step(self, lr: float, decide: Decide = math.isfinite) -> Update:
+        update = self.lamb.step(self.reduced, lr, 1.0 / self.loss_scale, self.low, decide)
         if not update.skipped:
             self._gather()
-        self.scaler.update(update.skipped)
+        if self.scaler:
+            self.scaler.update(update.skipped)
         if self.weights.dtype == torch.float32:
             self.grads.zero_()
         self._first = True

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from configs.schema import Recipe
 from pretrain.engine import DTYPES, Engine
-from pretrain.optim.lamb import Lamb, Update
+from pretrain.optim.lamb import Decide, Lamb, Update
 from pretrain.parallel.groups import Groups
 from pretrain.parallel.pieces import Piece
 from pretrain.parallel.slices import Shard, make_slices
@@ -30,13 +31,14 @@ class _Bridge(torch.optim.Optimizer):
         super().__init__(params, {"lr": 0.0})
         self.lamb: Lamb | None = None
         self.lr, self.grad_scale = 0.0, 1.0
+        self.decide: Decide = math.isfinite
         self.update: Update | None = None
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         if self.lamb is None:
             return  # DeepSpeed's own trial step inside initialize()
         grad = self.param_groups[0]["params"][0].grad
-        self.update = self.lamb.step(grad, self.lr, self.grad_scale)
+        self.update = self.lamb.step(grad, self.lr, self.grad_scale, None, self.decide)
 
 
 class _Mpu:
@@ -101,7 +103,7 @@ class DeepSpeedEngine(Engine):
         flat = self.bridge.param_groups[0]["params"][0]
         held = []
         for name, p in self.model.named_parameters():
-            mapping = p._hp_mapping
+            mapping: Any = getattr(p, "_hp_mapping", None)
             if mapping is None:
                 continue
             high, low = mapping.get_hp_fragment_address(), mapping.lp_fragment_address
@@ -114,7 +116,7 @@ class DeepSpeedEngine(Engine):
 
     def backward(self, loss: Tensor, last: bool) -> None:
         # DeepSpeed averages over the data-parallel ranks; our loss is a share of a sum.
-        loss = loss * (self.scaler.scale * self.groups.dp)
+        loss = loss * (self.loss_scale * self.groups.dp)
         if self.stage == 2:
             # ZeRO-2 would reduce every micro-batch; this leaves gradients local until the last.
             if self._open is None:
@@ -128,14 +130,18 @@ class DeepSpeedEngine(Engine):
         self.engine.set_gradient_accumulation_boundary(last)
         self.engine.backward(loss, scale_wrt_gas=False)
 
-    def step(self, lr: float) -> Update:
-        self.bridge.lr, self.bridge.grad_scale = lr, 1.0 / self.scaler.scale
-        self.bridge.update = None
+    def step(self, lr: float, decide: Decide = math.isfinite) -> Update:
+        bridge = self.bridge
+        bridge.lr, bridge.grad_scale, bridge.decide = lr, 1.0 / self.loss_scale, decide
+        bridge.update = None
         self.engine.set_gradient_accumulation_boundary(True)
         self.engine.step()
-        # DeepSpeed does not call the optimiser when it has found an overflow itself.
-        update = self.bridge.update or Update(float("inf"), None, True)
-        self.scaler.update(update.skipped)
+        update = bridge.update
+        if update is None:  # DeepSpeed found an overflow and did not call the optimiser
+            decide(math.inf)
+            update = Update(math.inf, None, True)
+        if self.scaler:
+            self.scaler.update(update.skipped)
         return update
 
     def refresh(self) -> None:

@@ -18,7 +18,7 @@ from configs.model import ModelConfig, padded_vocab
 from pretrain.parallel.layers import Embedding, Linear, Norm, PlainLayers
 
 if TYPE_CHECKING:
-    from pretrain.data import MicroBatch
+    from pretrain.data.batches import MicroBatch
 
 EMBEDDING_SITE = 3  # dropout places are numbered layer * 4 + {0, 1, 2}; 3 is free in layer 0
 

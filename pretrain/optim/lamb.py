@@ -9,6 +9,7 @@ On a GPU the two passes over memory are fused kernels; the same code runs them o
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,11 +23,13 @@ from pretrain.parallel.groups import Groups
 from pretrain.parallel.pieces import Piece
 from pretrain.parallel.slices import Shard
 
+Decide = Callable[[float], bool]
+
 
 @dataclass
 class Update:
     """What an update did. grad_norm: global, before it was limited; ratios: one per piece, on the
-    device (None when skipped). skipped: the gradient was not finite and nothing was changed."""
+    device (None when skipped). skipped: `decide` said no and nothing was changed."""
 
     grad_norm: float
     ratios: Tensor | None
@@ -64,13 +67,19 @@ class Lamb:
 
     @torch.no_grad()
     def step(
-        self, grad: Tensor, lr: float, grad_scale: float = 1.0, low: Tensor | None = None
+        self,
+        grad: Tensor,
+        lr: float,
+        grad_scale: float = 1.0,
+        low: Tensor | None = None,
+        decide: Decide = math.isfinite,
     ) -> Update:
         """One update from the summed gradient.
 
         Args:
             grad: flat, laid out as the shard. grad_scale: it is multiplied by this first (1 / loss
                 scale). low: flat low-precision copy of the masters that is written as well.
+            decide: told the global gradient norm, says whether to apply the update.
         """
         c, shard = self.config, self.shard
         self._agree_on_replicas(grad)
@@ -78,7 +87,7 @@ class Lamb:
         limit = norm / c.max_grad_norm if c.max_grad_norm > 0 else torch.zeros_like(norm)
         multiplier = grad_scale / limit.clamp(min=1.0)
         grad_norm = norm.item()
-        if not math.isfinite(grad_norm):
+        if not decide(grad_norm):
             return Update(grad_norm, None, True)
         self.steps += 1
         corrections = {

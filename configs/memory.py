@@ -1,0 +1,76 @@
+"""GPU memory of a training process by arithmetic: for the trainer's checks and the planner."""
+
+from __future__ import annotations
+
+from configs.model import ModelConfig, padded_vocab
+from configs.schema import ParallelConfig
+
+GIB = 2**30
+_CONTEXT = 1.5 * GIB  # CUDA context, communication buffers, library workspaces
+_FRAGMENTS = 1.1  # what the allocator loses
+
+
+def parameters_per_rank(config: ModelConfig, tp: int) -> int:
+    """Parameters one tensor-parallel rank holds, vocabulary padding included."""
+    h, i = config.hidden_size, config.intermediate_size
+    sharded = (3 * h * h + 3 * h + h * h + h * i + i + i * h) * config.num_layers
+    sharded += padded_vocab(config, tp) * (h + 1)
+    whole = (6 * h) * config.num_layers + (
+        config.max_position_embeddings + config.type_vocab_size
+    ) * h
+    whole += 2 * h + h * h + 3 * h + ((h * h + h + 2 * h + 2) if config.nsp_head else 0)
+    return sharded // tp + whole
+
+
+def state_bytes(config: ModelConfig, parallel: ParallelConfig, dp: int, precision: str) -> int:
+    """Weights, fp32 gradients, and the optimiser's fp32 master and two moments of one process.
+
+    ZeRO-1 and ZeRO-2 share masters and moments out over dp; gradients stay whole, since they are
+    reduced once per global batch.
+    """
+    n = parameters_per_rank(config, parallel.tp)
+    shared = dp if parallel.zero_stage > 0 else 1
+    weights, masters = (4, 4 if shared > 1 else 0) if precision == "fp32" else (2, 4)
+    reduced = 4 * n // shared if shared > 1 else 0
+    rounded = (2 * n // shared) if shared > 1 and precision != "fp32" else 0
+    return n * (weights + 4) + n * (masters + 8) // shared + reduced + rounded
+
+
+def activation_bytes_per_token(
+    config: ModelConfig, parallel: ParallelConfig, precision: str, fused: bool = True
+) -> float:
+    """What the forward pass keeps for the backward pass, per token of a micro-batch.
+
+    Per layer and in units of H elements: input, qkv (3), attention output, sum and output of two
+    LayerNorms (4), and the intermediate before and after its GELU (2 x I / H); without fused
+    kernels also masks and copies, about as much again. With activation checkpointing only the
+    layer's input stays, and one layer at a time is whole. 15% of the tokens meet the vocabulary.
+    """
+    size = 4 if precision == "fp32" else 2
+    h, i, tp = config.hidden_size, config.intermediate_size, parallel.tp
+    split = tp if parallel.sequence_parallel else 1
+    layer = size * (5 * h / split + 4 * h / tp + 2 * i / tp) * (1.0 if fused else 2.0)
+    layers = (
+        config.num_layers * (size * h / split) + layer
+        if parallel.activation_checkpointing
+        else (config.num_layers * layer)
+    )
+    logits = 0.16 * padded_vocab(config, tp) / tp * (2 * size + 4)
+    return layers + logits + 8 * size * h
+
+
+def training_bytes(
+    config: ModelConfig, parallel: ParallelConfig, dp: int, precision: str, tokens: int
+) -> float:
+    """Everything on the card for micro-batches of `tokens` tokens."""
+    work = tokens * activation_bytes_per_token(config, parallel, precision)
+    return _CONTEXT + _FRAGMENTS * (state_bytes(config, parallel, dp, precision) + work)
+
+
+def largest_micro_batch(
+    config: ModelConfig, parallel: ParallelConfig, dp: int, precision: str, card_bytes: int
+) -> int:
+    """Most tokens a micro-batch may have on this card, a multiple of 1024 up to 65536 (0: none)."""
+    left = card_bytes - _CONTEXT - _FRAGMENTS * state_bytes(config, parallel, dp, precision)
+    tokens = left / (_FRAGMENTS * activation_bytes_per_token(config, parallel, precision))
+    return max(0, min(65536, int(tokens) // 1024 * 1024))

@@ -1,0 +1,130 @@
+"""Names and meta data of checkpoint folders. Standard library only, so that checks come early."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+from configs.errors import UserError
+
+FORMAT = 1
+KINDS = ("master", "exp_avg", "exp_avg_sq")
+INDEX = "checkpoint.json"
+_NAME = re.compile(r"step-(\d+)$")
+_PARTIAL = re.compile(r"step-(\d+)\.partial-\w+$")
+
+
+class Damaged(Exception):
+    """This checkpoint cannot be trusted; an older one may be."""
+
+
+def folder_of(train_dir: Path, step: int) -> Path:
+    return train_dir / "checkpoints" / f"step-{step:08d}"
+
+
+def checkpoints(train_dir: str | Path) -> list[tuple[int, Path]]:
+    """(step, folder) of all complete checkpoints, by number, oldest first."""
+    root = Path(train_dir) / "checkpoints"
+    found = [(_NAME.match(p.name), p) for p in root.iterdir()] if root.is_dir() else []
+    return sorted((int(m[1]), p) for m, p in found if m and (p / INDEX).is_file())
+
+
+def incomplete(train_dir: str | Path) -> list[Path]:
+    """What a killed save left behind."""
+    root = Path(train_dir) / "checkpoints"
+    return sorted(p for p in root.iterdir() if _PARTIAL.match(p.name)) if root.is_dir() else []
+
+
+def latest(train_dir: str | Path) -> Path | None:
+    """The newest complete checkpoint of a run, None if there is none."""
+    found = checkpoints(train_dir)
+    return found[-1][1] if found else None
+
+
+def resolve(run: str | Path) -> Path:
+    """The checkpoint meant by a work_dir, a train folder or a checkpoint folder.
+
+    Raises:
+        UserError: nothing there is a complete checkpoint.
+    """
+    path = Path(run)
+    if (path / INDEX).is_file():
+        return path
+    for train_dir in (path / "train", path):
+        found = latest(train_dir)
+        if found:
+            return found
+    raise UserError(
+        f"{path}: no complete checkpoint",
+        "give a work_dir, its train folder, or a step-... folder that has a checkpoint.json",
+    )
+
+
+def write_json(path: Path, values: dict[str, Any]) -> None:
+    """Writes and fsyncs JSON with its own checksum, atomically."""
+    body = json.dumps(values, sort_keys=True)
+    text = f'{{"crc32": {crc32(body.encode())}, "body": {body}}}\n'
+    temporary = path.with_name(path.name + ".new")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The inverse of write_json; raises Damaged."""
+    try:
+        outer = json.loads(path.read_text(encoding="utf-8"))
+        body: dict[str, Any] = outer["body"]
+        good = outer["crc32"] == crc32(json.dumps(body, sort_keys=True).encode())
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise Damaged(f"{path}: {error}") from None
+    if not good:
+        raise Damaged(f"{path}: its checksum does not fit")
+    return body
+
+
+def read_meta(folder: str | Path) -> dict[str, Any]:
+    """The meta data of a checkpoint: step, recipe, model, tensors, files, state, ...
+
+    Raises:
+        Damaged: unreadable. UserError: of a format that this version does not know.
+    """
+    path = Path(folder) / INDEX
+    meta = read_json(path)
+    if meta.get("format") != FORMAT:
+        raise UserError(
+            f"{path}: format {meta.get('format')!r}; this version reads format {FORMAT}",
+            "use the Lambert version that wrote it, or export it there to a Hugging Face folder",
+        )
+    missing = {"step", "tensors", "kinds", "files", "model"} - set(meta)
+    if missing:
+        raise Damaged(f"{path}: lacks {', '.join(sorted(missing))}")
+    return meta
+
+
+def sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def prune(train_dir: Path, keep: int) -> None:
+    """Removes all but the newest `keep` checkpoints, oldest first (by number, not by name)."""
+    for _, folder in checkpoints(train_dir)[: -max(keep, 1)]:
+        # Without its index a folder is no checkpoint: a kill in the middle leaves nothing half.
+        (folder / INDEX).unlink()
+        shutil.rmtree(folder)
+
+
+def missing_kinds(meta: dict[str, Any], wanted: Sequence[str]) -> list[str]:
+    return [kind for kind in wanted if kind not in meta["kinds"]]

@@ -1,0 +1,402 @@
+"""Everything about a training that can be refused is refused here, before torch is imported."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from configs.errors import UserError
+from configs.loading import to_dict
+from configs.memory import GIB, largest_micro_batch, training_bytes
+from configs.model import ModelConfig, padded_vocab, parameter_count, resolve_model
+from configs.schema import Recipe
+from data_prep.shards import Shards, open_shards
+from pretrain.checkpoint.folder import KINDS, Damaged, checkpoints, missing_kinds, read_meta
+from pretrain.guard import StopSignals
+from pretrain.objectives.masking import check_masking
+from pretrain.optim.schedule import check_schedule
+
+CPU_MICRO_BATCH = 8192
+
+
+@dataclass
+class Plan:
+    """What the checks found out, for the trainer."""
+
+    recipe: Recipe
+    model: ModelConfig
+    rank: int
+    world: int
+    local_rank: int
+    device: str  # cpu | cuda
+    shards: dict[str, Shards]
+    total: int  # updates of all phases
+    end: int  # of this start (train.stop_at)
+    micro_batch_tokens: int
+    newest: int = 0  # step of the newest checkpoint, 0 without one
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def tp(self) -> int:
+        return self.recipe.parallel.tp
+
+    @property
+    def dp(self) -> int:
+        return self.world // self.tp
+
+    @property
+    def train_dir(self) -> Path:
+        return Path(self.recipe.work_dir) / "train"
+
+    @property
+    def finished(self) -> bool:
+        return self.newest >= self.end
+
+
+def check(recipe: Recipe, env: Mapping[str, str]) -> Plan:
+    """The plan of this process. env: as `cluster.environment.distributed_environment` gives it.
+
+    Raises:
+        UserError: the recipe cannot be trained here; names keys and numbers.
+    """
+    world, rank = int(env["WORLD_SIZE"]), int(env["RANK"])
+    _check_keys(recipe)
+    _check_layout(recipe, world)
+    cards = _cards()
+    device = "cuda" if cards else "cpu"
+    if device == "cpu" and recipe.train.precision in ("fp16", "fp8"):
+        raise UserError(
+            f"train.precision={recipe.train.precision} needs a GPU, and none is visible",
+            "use train.precision=bf16 or fp32 on a CPU",
+        )
+    shards = _open_all(recipe)
+    first = next(iter(shards.values()))
+    model = _check_model(recipe, first, shards)
+    plan = Plan(
+        recipe,
+        model,
+        rank,
+        world,
+        int(env["LOCAL_RANK"]),
+        device,
+        shards,
+        total=sum(phase.steps for phase in recipe.phases),
+        end=0,
+        micro_batch_tokens=0,
+    )
+    plan.end = min(recipe.train.stop_at or plan.total, plan.total)
+    _check_batches(recipe, plan)
+    _check_checkpoint(recipe, plan)
+    if plan.finished:
+        return plan
+    plan.micro_batch_tokens = _micro_batch(recipe, plan, cards)
+    if device == "cuda":
+        _check_compiler(recipe)
+    _check_disk(recipe, plan)
+    return plan
+
+
+def _check_keys(recipe: Recipe) -> None:
+    choices = {
+        "train.precision": (recipe.train.precision, ("fp32", "bf16", "fp16", "fp8")),
+        "train.kernels": (recipe.train.kernels, ("auto", "plain")),
+        "parallel.engine": (recipe.parallel.engine, ("auto", "deepspeed", "lean")),
+        "optimizer.implementation": (
+            recipe.optimizer.implementation,
+            ("lambert", "deepspeed", "apex", "reference"),
+        ),
+    }
+    for key, (value, known) in choices.items():
+        if value not in known:
+            raise UserError(f"{key}={value} is not known", f"known: {', '.join(known)}")
+    if not recipe.phases:
+        raise UserError("phases is empty", "give at least one phase")
+    for number, phase in enumerate(recipe.phases):
+        if phase.steps <= 0:
+            raise UserError(f"phases.{number}.steps={phase.steps}", "give a positive number")
+        check_schedule(phase.schedule, phase.steps, f"phases.{number}.schedule")
+    check_masking(recipe.masking)
+    StopSignals(recipe.guard.save_signals)
+
+
+def _check_layout(recipe: Recipe, world: int) -> None:
+    tp, stage, parallel = recipe.parallel.tp, recipe.parallel.zero_stage, recipe.parallel
+    if tp < 1 or world % tp:
+        raise UserError(
+            f"parallel.tp={tp} does not divide the {world} processes of this job",
+            f"start a multiple of {max(tp, 1)} processes, or choose another tp",
+        )
+    if stage not in (0, 1, 2):
+        why = "would cut tensors that LAMB's trust ratios need" if stage == 3 else "is not a stage"
+        raise UserError(f"parallel.zero_stage={stage} {why}", "use 0, 1 or 2")
+    if parallel.engine == "lean" and stage == 2 and world > tp:
+        raise UserError(
+            "parallel.engine=lean has no zero_stage=2", "use zero_stage=1, or engine=deepspeed"
+        )
+    if parallel.engine == "deepspeed" and stage == 0:
+        raise UserError(
+            "parallel.engine=deepspeed with zero_stage=0 would accumulate in low precision",
+            "use zero_stage=1 or 2, or engine=lean",
+        )
+    if parallel.sequence_parallel and tp == 1:
+        raise UserError(
+            "parallel.sequence_parallel=true has no meaning with parallel.tp=1",
+            "set tp above 1 or sequence_parallel=false",
+        )
+    if recipe.optimizer.implementation != "lambert":
+        check_implementation(recipe, world)
+
+
+def check_implementation(recipe: Recipe, world: int) -> None:
+    """Other LAMBs see whole tensors or are wrong: refuses them, with the reason, where they are."""
+    name, optimizer = recipe.optimizer.implementation, recipe.optimizer
+    tp = recipe.parallel.tp
+    if (
+        tp > 1
+        or (recipe.parallel.zero_stage > 0 and world > 1)
+        or recipe.parallel.engine == "deepspeed"
+    ):
+        raise UserError(
+            f"optimizer.implementation={name} takes each tensor's norm on one rank, which is wrong "
+            f"where tensors are cut (tp={tp}, zero_stage={recipe.parallel.zero_stage}, {world} processes)",
+            "use optimizer.implementation=lambert, or tp=1 with zero_stage=0",
+        )
+    if name == "deepspeed" and optimizer.bias_correction:
+        raise UserError(
+            "optimizer.implementation=deepspeed: FusedLamb corrects the bias after the trust ratio, "
+            "which is not LAMB (1904.00962, algorithm 2)",
+            "use optimizer.implementation=lambert, or optimizer.bias_correction=false",
+        )
+    if name == "deepspeed" and not optimizer.adapt_bias_and_norm:
+        raise UserError(
+            "optimizer.implementation=deepspeed adapts every tensor",
+            "set optimizer.adapt_bias_and_norm=true",
+        )
+    if name == "apex":
+        if optimizer.trust_ratio_min or optimizer.trust_ratio_max:
+            raise UserError(
+                "optimizer.implementation=apex: FusedLAMB has no limits of the trust ratio",
+                "set trust_ratio_min and trust_ratio_max to 0",
+            )
+        check_apex()
+
+
+def check_apex() -> None:
+    """NVIDIA's apex with its compiled part; PyPI's `apex` is another package of that name (B35)."""
+    from importlib.util import find_spec
+
+    if find_spec("apex") is None:
+        raise UserError("optimizer.implementation=apex: apex is not installed", _APEX)
+    if find_spec("amp_C") is None:
+        foreign = not any(
+            (Path(folder) / "optimizers" / "fused_lamb.py").is_file()
+            for folder in (find_spec("apex").submodule_search_locations or [])  # type: ignore[union-attr]
+        )
+        what = "is not NVIDIA's" if foreign else "was installed without its CUDA part (amp_C)"
+        raise UserError(f"optimizer.implementation=apex: the installed apex {what}", _APEX)
+
+
+_APEX = "build NVIDIA apex with its CUDA extensions, or use optimizer.implementation=lambert"
+
+
+def _open_all(recipe: Recipe) -> dict[str, Shards]:
+    opened: dict[str, Shards] = {}
+    for phase in recipe.phases:
+        folder = Path(recipe.work_dir) / "shards" / phase.shards
+        if not folder.is_dir():
+            raise UserError(
+                f"{folder}: no shards", "build them first: python -m data_prep build RECIPE"
+            )
+        opened.setdefault(phase.shards, open_shards(folder))
+    prints = {name: s.tokenizer_fingerprint for name, s in opened.items()}
+    if len(set(prints.values())) > 1:
+        raise UserError(
+            f"the shard sets were built with different tokenizers: {prints}",
+            "rebuild them with one vocabulary",
+        )
+    vocab = Path(recipe.work_dir) / "vocab" / "tokenizer.json"
+    if not vocab.is_file():
+        raise UserError(f"{vocab} is missing", "make it: python -m data_prep vocab RECIPE")
+    return opened
+
+
+def _check_model(recipe: Recipe, first: Shards, shards: Mapping[str, Shards]) -> ModelConfig:
+    model = resolve_model(recipe.model, first.vocab_size)
+    tp = recipe.parallel.tp
+    if model.vocab_size < first.vocab_size:
+        raise UserError(
+            f"model.vocab_size={model.vocab_size} is below the tokenizer's {first.vocab_size}",
+            "leave model.vocab_size at 0: it comes from the tokenizer",
+        )
+    for name, value in (
+        ("num_heads", model.num_heads),
+        ("intermediate_size", model.intermediate_size),
+    ):
+        if value % tp:
+            raise UserError(
+                f"model.{name}={value} is not divisible by parallel.tp={tp}",
+                f"tp must divide {value}",
+            )
+    if padded_vocab(model, tp) % tp:
+        raise UserError(
+            f"the padded vocabulary {padded_vocab(model, tp)} is not divisible by parallel.tp={tp}",
+            "choose a vocab_pad_multiple of at least 1",
+        )
+    for name, s in shards.items():
+        if s.max_length > model.max_position_embeddings:
+            raise UserError(
+                f"shards.{name} has rows of up to {s.max_length} tokens, "
+                f"model.max_position_embeddings={model.max_position_embeddings}",
+                f"set model.max_position_embeddings to {s.max_length} or more",
+            )
+        if not s.num_rows:
+            raise UserError(f"{s.folder} holds no rows", "give the recipe more text")
+    return model
+
+
+def _check_batches(recipe: Recipe, plan: Plan) -> None:
+    tokens = recipe.parallel.micro_batch_tokens
+    for number, phase in enumerate(recipe.phases):
+        longest = plan.shards[phase.shards].max_length
+        if phase.global_batch < plan.dp:
+            raise UserError(
+                f"phases.{number}.global_batch={phase.global_batch} rows cannot be shared out over "
+                f"{plan.dp} data-parallel processes",
+                f"use at least {plan.dp} rows, or fewer processes",
+            )
+        if tokens and tokens < longest:
+            raise UserError(
+                f"parallel.micro_batch_tokens={tokens} is below the {longest} tokens of a row of "
+                f"shards.{phase.shards}",
+                f"use at least {longest}, or 0 for the largest that fits",
+            )
+
+
+def _check_checkpoint(recipe: Recipe, plan: Plan) -> None:
+    found = checkpoints(plan.train_dir) if recipe.checkpoint.resume else []
+    if not found:
+        if recipe.checkpoint.init_from:
+            from pretrain.checkpoint.folder import resolve
+
+            _check_meta(
+                read_meta(resolve(recipe.checkpoint.init_from)), plan, "checkpoint.init_from"
+            )
+        return
+    step, folder = found[-1]
+    try:
+        meta = read_meta(folder)
+    except Damaged:
+        return  # the trainer falls back to an older one and says so
+    plan.newest = step
+    _check_meta(meta, plan, str(folder))
+    absent = missing_kinds(meta, KINDS)
+    if absent and step > 0:
+        raise UserError(
+            f"{folder} lacks {', '.join(absent)}: training cannot go on from it exactly",
+            "start a new work_dir with checkpoint.init_from=... (weights alone, fresh moments)",
+        )
+    if "state" not in meta and not absent:
+        raise UserError(f"{folder} has no optimiser and schedule state", "resume from an older one")
+    before, now = meta.get("recipe", {}), to_dict(recipe)
+    changed = [
+        key for key in ("seed", "masking", "phases") if key in before and before[key] != now[key]
+    ]
+    if changed:
+        plan.warnings.append(
+            f"changed since {folder.name}: {', '.join(changed)} (rows and masks of the rest follow the new values)"
+        )
+
+
+def _check_meta(meta: Mapping[str, Any], plan: Plan, where: str) -> None:
+    theirs, ours = meta["model"], to_dict(plan.model)
+    shape = ("vocab_size", "hidden_size", "num_layers", "num_heads", "intermediate_size",
+             "max_position_embeddings", "type_vocab_size", "nsp_head")  # fmt: skip
+    odd = [
+        f"{k}: {theirs[k]} there, {ours[k]} here"
+        for k in shape
+        if theirs.get(k, ours[k]) != ours[k]
+    ]
+    if odd:
+        raise UserError(
+            f"{where} holds another model: {'; '.join(odd)}",
+            "use its model keys, or a new work_dir",
+        )
+    tokenizer = next(iter(plan.shards.values())).tokenizer_fingerprint
+    if meta.get("tokenizer_fingerprint") not in (None, tokenizer):
+        raise UserError(
+            f"{where} was trained with tokenizer {meta['tokenizer_fingerprint']}, the shards have {tokenizer}",
+            "use the shards it was trained on, or a new work_dir",
+        )
+    for name, fingerprint in meta.get("shards", {}).items():
+        here = plan.shards.get(name)
+        if here is not None and here.fingerprint != fingerprint:
+            raise UserError(
+                f"{where} was trained on shards/{name} with fingerprint {fingerprint}; "
+                f"{here.folder} has {here.fingerprint}",
+                "put those shards back, or use a new work_dir (checkpoint.init_from keeps the weights)",
+            )
+
+
+def _cards() -> list[int]:
+    """Memory in bytes of the GPUs that this process may use, [] on a CPU machine."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible == "" or shutil.which("nvidia-smi") is None:
+        return []
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        out = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (subprocess.SubprocessError, OSError):
+        return []
+    return [int(line) * 2**20 for line in out.split() if line.isdigit()]
+
+
+def _micro_batch(recipe: Recipe, plan: Plan, cards: list[int]) -> int:
+    tokens, parallel, precision = (
+        recipe.parallel.micro_batch_tokens,
+        recipe.parallel,
+        recipe.train.precision,
+    )
+    if not cards:
+        return tokens or CPU_MICRO_BATCH
+    card = min(cards)
+    longest = max(s.max_length for s in plan.shards.values())
+    fits = largest_micro_batch(plan.model, parallel, plan.dp, precision, card)
+    need = training_bytes(plan.model, parallel, plan.dp, precision, tokens or longest)
+    if fits < longest or (tokens and need > card):
+        raise UserError(
+            f"{parameter_count(plan.model) / 1e6:.0f}M parameters with tp={plan.tp}, dp={plan.dp}, "
+            f"zero_stage={parallel.zero_stage}, precision={precision} and micro-batches of "
+            f"{tokens or longest} tokens need about {need / GIB:.1f} GiB; the card has {card / GIB:.1f}",
+            "lower parallel.micro_batch_tokens (0 = the largest that fits), set "
+            "parallel.activation_checkpointing=true, raise tp, or use zero_stage=1 on more processes",
+        )
+    return tokens or fits
+
+
+def _check_compiler(recipe: Recipe) -> None:
+    needs = recipe.train.compile or recipe.train.kernels == "auto"
+    found = os.environ.get("CC") or any(shutil.which(name) for name in ("cc", "gcc", "clang"))
+    if needs and not found:
+        raise UserError(
+            "no C compiler (cc, gcc or clang) on this machine, and the GPU kernels are compiled at the start",
+            "install gcc, or set train.compile=false train.kernels=plain",
+        )
+
+
+def _check_disk(recipe: Recipe, plan: Plan) -> None:
+    if plan.rank != 0:
+        return
+    plan.train_dir.mkdir(parents=True, exist_ok=True)
+    # One more than is kept: the old one goes only after the new one is complete.
+    need = 12 * parameter_count(plan.model) * 2
+    free = shutil.disk_usage(plan.train_dir).free
+    if need > free:
+        raise UserError(
+            f"{plan.train_dir}: two checkpoints take {need / 1e9:.1f} GB, {free / 1e9:.1f} GB are free",
+            "free some disk, or put work_dir on another",
+        )

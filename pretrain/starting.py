@@ -1,0 +1,317 @@
+"""Brings a training up: processes, device, model, engine, and the last good checkpoint."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from configs.console import say
+from configs.errors import UserError
+from configs.loading import to_dict
+from data_prep.shards import HELD_OUT, held_out
+from pretrain.checkpoint.folder import Damaged, checkpoints, resolve
+from pretrain.checkpoint.reader import Reader, load_shard
+from pretrain.checkpoint.writer import Writer
+from pretrain.checks import Plan
+from pretrain.engine import Engine, LeanEngine
+from pretrain.evaluation import Evaluator, unigram
+from pretrain.model import LossSums, build
+from pretrain.parallel.groups import Groups, make_groups
+from pretrain.telemetry import Telemetry
+from pretrain.watchdog import Watchdog, connect
+
+START_S = 1800  # of the process group: slow nodes, big checkpoints
+
+
+@dataclass
+class Run:
+    """A training that stands ready. step: updates done."""
+
+    plan: Plan
+    groups: Groups
+    device: torch.device
+    engine: Engine
+    forward: Callable[[Any], LossSums]  # the model's loss sums, compiled where asked for
+    writer: Writer
+    watchdog: Watchdog
+    telemetry: Telemetry
+    identity: dict[str, Any]  # of the model and its data, for checkpoints
+    step: int = 0
+    state: dict[str, Any] = field(default_factory=dict)
+    evaluator: Evaluator | None = None
+    probe: Callable[[], dict[str, float]] | None = None
+
+    def say(self, text: str) -> None:
+        if self.plan.rank == 0:
+            say(text)
+
+    def evaluate(self) -> dict[str, float]:
+        values = self.evaluator.run(self.engine.model) if self.evaluator else {}
+        return {**values, **(self.probe() if self.probe else {})}
+
+    def close(self) -> None:
+        """The orderly end, on all ranks together."""
+        self.telemetry.close()
+        if dist.is_initialized():
+            dist.barrier()
+        self.watchdog.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def begin(plan: Plan) -> Run:
+    """Everything up to the first update; collective over all processes of the job."""
+    recipe = plan.recipe
+    device = _device(plan)
+    if plan.world > 1:
+        _connect(plan, device)
+    watchdog = Watchdog(
+        plan.train_dir,
+        recipe.guard.hang_timeout_s,
+        plan.rank,
+        plan.world,
+        connect(plan.rank, plan.world, device) if plan.world > 1 else None,
+    )
+    try:
+        return _assemble(plan, device, watchdog)
+    except BaseException as error:
+        watchdog.fail(error)
+        raise
+
+
+def _assemble(plan: Plan, device: torch.device, watchdog: Watchdog) -> Run:
+    from pretrain.kernels import select
+
+    recipe = plan.recipe
+    groups = make_groups(plan.tp, plan.world, plan.rank)
+    kernels = select(recipe.train.kernels, device)
+    model, pieces = build(
+        plan.model,
+        groups.tp_group,
+        kernels,
+        seed=recipe.seed,
+        sequence_parallel=recipe.parallel.sequence_parallel,
+        recompute=recipe.parallel.activation_checkpointing,
+        init=plan.newest == 0,
+    )
+    engine = _engine_class(plan)(recipe, model, pieces, groups, kernels, device)
+    engine.model.train()
+    if recipe.train.compile and device.type == "cuda":
+        model.sums = torch.compile(model.sums)  # type: ignore[method-assign]
+    identity = {
+        "model": to_dict(plan.model),
+        "recipe": to_dict(recipe),
+        "tensors": {p.name: list(p.logical_shape) for p in pieces},
+        "tokenizer_fingerprint": next(iter(plan.shards.values())).tokenizer_fingerprint,
+        "shards": {name: s.fingerprint for name, s in plan.shards.items()},
+        "layout": {"tp": groups.tp, "dp": groups.dp, "engine": type(engine).__name__},
+    }
+    step, state = _resume(plan, engine)
+    token = _same_everywhere(secrets.token_hex(4))
+    telemetry = Telemetry(
+        plan.train_dir,
+        recipe,
+        plan.model,
+        total=plan.end,
+        resumed=step,
+        rank=plan.rank,
+        world=plan.world,
+        device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else "",
+    )
+    run = Run(
+        plan,
+        groups,
+        device,
+        engine,
+        model.forward,
+        Writer(plan.train_dir, groups, recipe.checkpoint.keep, token),
+        watchdog,
+        telemetry,
+        identity,
+        step,
+        state,
+        _evaluator(plan, groups, device),
+        _probe(plan, groups, engine),
+    )
+    for warning in plan.warnings:
+        run.say(f"note: {warning}")
+    what = (
+        f"{type(engine).__name__}, tp {groups.tp} x dp {groups.dp}, zero_stage "
+        f"{recipe.parallel.zero_stage}, {recipe.train.precision}, micro-batches of up to "
+        f"{plan.micro_batch_tokens} tokens"
+    )
+    run.say(f"LAMB: {', '.join(f'{k} {v}' for k, v in to_dict(recipe.optimizer).items())}")
+    run.say(f"{'goes on from update ' + str(step) if step else 'starts'}: {what}")
+    telemetry.event(step, f"start: {what}")
+    return run
+
+
+def _device(plan: Plan) -> torch.device:
+    recipe = plan.recipe
+    warnings.filterwarnings("ignore", message=".*Transformer Engine and Apex are not installed.*")
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    torch.set_num_threads(recipe.train.threads or max(1, (os.cpu_count() or 1) // max(here, 1)))
+    if recipe.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    if plan.device == "cpu" or not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        return torch.device("cpu")
+    torch.cuda.set_device(plan.local_rank)
+    torch.set_float32_matmul_precision("highest" if recipe.train.precision == "fp32" else "high")
+    return torch.device("cuda", plan.local_rank)
+
+
+def _connect(plan: Plan, device: torch.device) -> None:
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    try:
+        dist.init_process_group(
+            backend,
+            rank=plan.rank,
+            world_size=plan.world,
+            timeout=timedelta(seconds=START_S),
+            device_id=device if device.type == "cuda" else None,
+        )
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise UserError(
+            f"no rendezvous at {address}: {str(error).splitlines()[0]}",
+            "check that all processes were started and that MASTER_ADDR:MASTER_PORT is free and reachable",
+        ) from None
+
+
+def _engine_class(plan: Plan) -> type[LeanEngine] | Any:
+    """DeepSpeed where its ZeRO has something to share out, else the lean engine."""
+    parallel = plan.recipe.parallel
+    wanted = parallel.engine
+    if wanted == "auto":
+        other = plan.recipe.optimizer.implementation != "lambert"
+        shares = parallel.zero_stage > 0 and plan.dp > 1
+        wanted = "deepspeed" if shares and not other else "lean"
+    if wanted == "lean":
+        return LeanEngine
+    from pretrain.engine_deepspeed import DeepSpeedEngine
+
+    return DeepSpeedEngine
+
+
+def _resume(plan: Plan, engine: Engine) -> tuple[int, dict[str, Any]]:
+    """Loads the newest checkpoint that is whole; (updates done, state), (0, {}) for a new run.
+
+    Raises:
+        UserError: there are checkpoints, and none can be read.
+    """
+    recipe = plan.recipe
+    found = checkpoints(plan.train_dir) if recipe.checkpoint.resume else []
+    found = _same_everywhere(found)
+    for step, folder in reversed(found):
+        meta, error = _load(engine, folder, moments=True)
+        if meta is not None:
+            return step, meta["state"]
+        if plan.rank == 0:
+            say(f"{folder} is damaged and skipped: {error}")
+    if found:
+        raise UserError(
+            f"{plan.train_dir}: none of {len(found)} checkpoints can be read",
+            "restore one, or start anew with checkpoint.resume=false",
+        )
+    if recipe.checkpoint.init_from:
+        folder = resolve(recipe.checkpoint.init_from)
+        meta, error = _load(engine, folder, moments=False)
+        if meta is None:
+            raise UserError(f"checkpoint.init_from: {error}", "name another checkpoint")
+        if plan.rank == 0:
+            say(f"weights from {folder}")
+    return 0, {}
+
+
+def _load(engine: Engine, folder: Any, moments: bool) -> tuple[dict[str, Any] | None, str]:
+    """(meta, "") when every rank could load it, else (None, what was wrong)."""
+    problem = ""
+    meta: dict[str, Any] = {}
+    try:
+        with Reader(folder) as reader:
+            meta = reader.meta
+            load_shard(reader, engine.shard, moments)
+    except Damaged as error:
+        problem = str(error)
+    if dist.is_initialized():
+        problems: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(problems, problem)
+        problem = next((p for p in problems if p), "")
+    if problem:
+        return None, problem
+    fresh = {"optimizer_steps": 0, "scaler": None}
+    engine.load(meta["state"] if moments else fresh)
+    return meta, ""
+
+
+def _same_everywhere(value: Any) -> Any:
+    """Rank 0's value on every rank (a small object of our own processes)."""
+    if not dist.is_initialized():
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, 0)
+    return box[0]
+
+
+def _evaluator(plan: Plan, groups: Groups, device: torch.device) -> Evaluator | None:
+    """Held-out rows of the first phase's shards, if there are any."""
+    recipe = plan.recipe
+    shards = plan.shards[recipe.phases[0].shards]
+    if not (shards.folder / HELD_OUT).is_dir():
+        return None
+    rows = held_out(shards.folder)
+    if not rows.num_rows:
+        return None
+    return Evaluator(
+        rows,
+        recipe.masking,
+        recipe.train.eval_rows,
+        micro_batch_tokens=plan.micro_batch_tokens,
+        dp_rank=groups.dp_rank,
+        dp=groups.dp,
+        device=device,
+        group=groups.dp_group,
+        unigram=unigram(shards),
+    )
+
+
+def _probe(plan: Plan, groups: Groups, engine: Engine) -> Callable[[], dict[str, float]] | None:
+    """BLiMP's share of right answers in percent, over all ranks."""
+    path = plan.recipe.train.probe
+    if not path:
+        return None
+    from transformers import AutoTokenizer
+
+    from pretrain.downstream.blimp import probe
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(f"{plan.recipe.work_dir}/vocab")
+
+    model: Any = engine.model
+
+    def score() -> dict[str, float]:
+        was_training = model.training
+        right, scored = probe(
+            model,
+            tokenizer,
+            path,
+            pairs=plan.recipe.train.probe_pairs,
+            share=(groups.dp_rank, groups.dp),
+        )
+        model.train(was_training)
+        counts = torch.tensor([float(right), float(scored)])
+        if groups.dp > 1:
+            counts = counts.to(next(model.parameters()).device)
+            dist.all_reduce(counts, group=groups.dp_group)
+        return {"blimp": 100 * float(counts[0]) / max(float(counts[1]), 1.0)}
+
+    return score

@@ -1,0 +1,193 @@
+"""The training loop: batches in, updates out, checkpoints and figures on the way."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from configs.console import say
+from configs.errors import PREEMPTED_EXIT
+from configs.schema import PhaseConfig
+from pretrain.checkpoint.folder import folder_of
+from pretrain.checks import Plan
+from pretrain.data.batches import Batches, GlobalBatch
+from pretrain.guard import LossGuard, StopSignals
+from pretrain.optim.lamb import Update
+from pretrain.optim.schedule import lr_at
+from pretrain.starting import Run, begin
+
+EVALUATION_S = COMPILATION_S = SAVING_S = 900.0  # silence that is no hang
+QUANTILES = {"min": 0.0, "10": 0.1, "50": 0.5, "90": 0.9, "max": 1.0}
+
+
+def train(plan: Plan) -> int:
+    """Trains from the last checkpoint to `plan.end` updates; returns the exit code."""
+    run = begin(plan)
+    try:
+        with StopSignals(plan.recipe.guard.save_signals) as stop:
+            code = Trainer(run, stop).run_all()
+        run.writer.close()
+    except BaseException as error:
+        run.writer.give_up()
+        run.watchdog.fail(error)
+        raise
+    run.close()
+    if plan.rank == 0:
+        folder = folder_of(plan.train_dir, run.step)
+        say(f"checkpoint after {run.step} of {plan.total} updates: {folder}")
+    return code
+
+
+class Trainer:
+    """Runs the updates from `run.step` on."""
+
+    def __init__(self, run: Run, stop: StopSignals) -> None:
+        self.run, self.plan, self.stop = run, run.plan, stop
+        self.recipe = run.plan.recipe
+        self.guard = LossGuard(self.recipe.guard, scaled=self.recipe.train.precision == "fp16")
+        if run.state:
+            self.guard.load(run.state["guard"])
+        self.stopping = False  # a signal has reached some rank
+        self.saved = run.step if run.state else -1
+
+    def run_all(self) -> int:
+        """All phases; 0 at the end, PREEMPTED_EXIT after a signal."""
+        run, end = self.run, self.plan.end
+        if run.step == 0:
+            self.evaluate()
+        first = 0
+        for index, phase in enumerate(self.recipe.phases):
+            if run.step < first + phase.steps and run.step < end and not self.stopping:
+                self.run_phase(index, phase, first, min(end, first + phase.steps))
+            first += phase.steps
+        if self.saved != run.step:
+            self.save()
+        if self.stopping:
+            run.telemetry.event(run.step, f"stopped by {self.stop.received or 'a signal'}, saved")
+            return PREEMPTED_EXIT
+        return 0
+
+    def run_phase(self, index: int, phase: PhaseConfig, first: int, end: int) -> None:
+        """Updates of one phase; first: updates of the phases before it."""
+        run, recipe = self.run, self.recipe
+        batches = Batches(
+            self.plan.shards[phase.shards],
+            phase,
+            index,
+            recipe.masking,
+            recipe.seed,
+            run.groups.dp_rank,
+            run.groups.dp,
+            self.plan.micro_batch_tokens,
+            run.device,
+        )
+        shapes: set[int] = set()
+        while run.step < end and not self.stopping:
+            start = time.monotonic()
+            batch = batches.update(run.step - first)
+            waited = time.monotonic() - start
+            run.watchdog.beat("data")
+            size = len(batch.micros[0].input_ids)
+            with run.watchdog.patience(0.0 if size in shapes else COMPILATION_S):
+                self.update(batch, lr_at(phase, run.step - first + 1), start, waited)
+            shapes.add(size)
+            run.watchdog.running()
+            self.after_update(end)
+        batches.close()
+
+    def update(self, batch: GlobalBatch, lr: float, start: float, waited: float) -> None:
+        """One optimiser update over a global batch."""
+        run, engine = self.run, self.run.engine
+        sums = torch.zeros(4, device=run.device)
+        for number, micro in enumerate(batch.micros):
+            out = run.forward(micro)
+            loss = out.mlm_sum / batch.masked_total + out.nsp_sum / batch.rows_total
+            engine.backward(loss, last=number == len(batch.micros) - 1)
+            sums += torch.stack([x.detach().float() for x in out])
+            run.watchdog.beat("forward")
+        values = self.agree(sums, batch)
+        step = run.step + 1
+
+        def decide(grad_norm: float) -> bool:
+            apply, odd = self.guard.check(step, values["loss"], grad_norm)
+            if odd:
+                run.telemetry.event(step, odd)
+                run.say(odd)
+            return apply
+
+        result = engine.step(lr, decide)
+        run.step = step
+        run.watchdog.beat("update")
+        if run.telemetry.wants(step):
+            values.update(self.figures(result, lr))
+        run.telemetry.update(step, values, batch, time.monotonic() - start, waited)
+
+    def agree(self, sums: Tensor, batch: GlobalBatch) -> dict[str, float]:
+        """Losses and accuracies of the whole global batch, and whether any rank was told to stop:
+        one small collective and one transfer to the host an update."""
+        vector = torch.cat([sums.double(), sums.new_tensor([bool(self.stop.received)]).double()])
+        if self.plan.world > 1:
+            dist.all_reduce(vector)
+        mlm, nsp, mlm_right, nsp_right, told = vector.tolist()
+        self.stopping = told > 0
+        # Tensor-parallel ranks hold equal sums, so the world's sum has each one tp times.
+        masked, rows = batch.masked_total * self.plan.tp, batch.rows_total * self.plan.tp
+        return {
+            "loss": mlm / masked + nsp / rows,
+            "mlm_loss": mlm / masked,
+            "nsp_loss": nsp / rows,
+            "mlm_accuracy": mlm_right / masked,
+            "nsp_accuracy": nsp_right / rows,
+        }
+
+    def figures(self, result: Update, lr: float) -> dict[str, float]:
+        out = {"lr": lr, "grad_norm": result.grad_norm, "skipped": float(result.skipped)}
+        if self.run.engine.scaler:
+            out["loss_scale"] = self.run.engine.loss_scale
+        if result.ratios is not None:
+            at = torch.tensor(list(QUANTILES.values()), device=result.ratios.device)
+            values = torch.quantile(result.ratios.float(), at).tolist()
+            out.update({f"trust_ratio_{name}": v for name, v in zip(QUANTILES, values)})
+        return out
+
+    def after_update(self, phase_end: int) -> None:
+        """What is due: an evaluation, a checkpoint."""
+        run, recipe = self.run, self.recipe
+        every, last = recipe.train.eval_every, run.step >= self.plan.end
+        if last or (every and run.step % every == 0):
+            self.evaluate()
+        due = recipe.checkpoint.every and run.step % recipe.checkpoint.every == 0
+        if due or run.step == phase_end or self.stopping:
+            self.save()
+
+    def save(self) -> None:
+        """Starts a checkpoint of this moment (and waits for it if so configured)."""
+        run = self.run
+        with run.watchdog.patience(SAVING_S):
+            run.writer.save(run.step, run.engine.shard, self.meta())
+            if not self.recipe.checkpoint.asynchronous:
+                run.writer.wait()
+        self.saved = run.step
+        run.telemetry.event(run.step, "checkpoint", stalled_s=run.writer.stalled_s)
+
+    def meta(self) -> dict[str, Any]:
+        """Everything besides tensors that going on bit for bit needs, and what it must match."""
+        run = self.run
+        return {
+            **run.identity,
+            "state": {**run.engine.state(), "guard": self.guard.state()},
+        }
+
+    def evaluate(self) -> None:
+        """Held-out scores, and the zero-shot probe if the recipe names one."""
+        run = self.run
+        with run.watchdog.patience(EVALUATION_S):
+            values = run.evaluate()
+        if values:
+            run.telemetry.evaluation(run.step, values)
+            shown = ", ".join(f"{k} {v:.4f}" for k, v in values.items() if isinstance(v, float))
+            run.say(f"held-out after {run.step} updates: {shown}")
