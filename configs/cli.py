@@ -18,6 +18,8 @@ def dispatch(room: str, about: str, commands: Mapping[str, tuple[str, str]]) -> 
     """Runs the command named by sys.argv[1]. commands: name -> (module with main(argv), one line)."""
 
     def main() -> int | None:
+        # The deepspeed launcher puts --local_rank=N in front; the environment says it as well.
+        sys.argv[1:] = [a for a in sys.argv[1:] if not a.startswith("--local_rank=")]
         if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
             width = max(map(len, commands))
             print(f"usage: python -m {room} COMMAND ...\n\n{about}\n\ncommands:")

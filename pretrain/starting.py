@@ -157,6 +157,7 @@ def _assemble(plan: Plan, device: torch.device, watchdog: Watchdog) -> Run:
 def _device(plan: Plan) -> torch.device:
     recipe = plan.recipe
     warnings.filterwarnings("ignore", message=".*Transformer Engine and Apex are not installed.*")
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     torch.set_num_threads(recipe.train.threads or max(1, (os.cpu_count() or 1) // max(here, 1)))
     if recipe.train.deterministic:

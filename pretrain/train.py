@@ -28,8 +28,6 @@ after a signal (run it again), 76 diverged, 77 a process was lost (run it again)
 
 
 def main(argv: list[str]) -> int:
-    # The deepspeed launcher appends --local_rank=N, which the environment says as well.
-    argv = [a for a in argv if not a.startswith("--local_rank")]
     if not argv or argv[0] in ("-h", "--help"):
         print(HELP)
         return 0 if argv else 2
