@@ -10,12 +10,18 @@ import sys
 from collections.abc import Mapping
 from difflib import get_close_matches
 from importlib import import_module
+from pathlib import Path
 
 from configs.errors import UserError, run_cli
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def dispatch(room: str, about: str, commands: Mapping[str, tuple[str, str]]) -> None:
     """Runs the command named by sys.argv[1]. commands: name -> (module with main(argv), one line)."""
+    # `python pretrain/__main__.py` (deepspeed's slurm runner has no -m) puts the room's own folder
+    # first on the path, where its modules would hide packages such as `evaluate`.
+    sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != ROOT / room]
 
     def main() -> int | None:
         # The deepspeed launcher puts --local_rank=N in front; the environment says it as well.
