@@ -162,18 +162,22 @@ def _refuse_batch_shell(env: Mapping[str, str]) -> None:
         )
 
 
-def _slurm_tasks_here(env: Mapping[str, str]) -> int:
-    """SLURM_STEP_TASKS_PER_NODE is like `4(x2),3`; SLURM_NODEID counts into it. 0 when unknown."""
-    text = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or ""
-    node = _int(env, "SLURM_NODEID", 0)
+def expand_counts(text: str) -> list[int]:
+    """SLURM's counts per node: `4(x2),3` -> [4, 4, 3]; an unknown form gives []."""
+    counts: list[int] = []
     for part in text.split(","):
         count, _, times = part.rstrip(")").partition("(x")
-        if not count.isdigit():
-            return 0
-        node -= int(times) if times.isdigit() else 1
-        if node < 0:
-            return int(count)
-    return 0
+        if not count.isdigit() or (times and not times.isdigit()):
+            return []
+        counts += [int(count)] * int(times or 1)
+    return counts
+
+
+def _slurm_tasks_here(env: Mapping[str, str]) -> int:
+    """Tasks of this step on this node; 0 when unknown."""
+    text = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or ""
+    counts, node = expand_counts(text), _int(env, "SLURM_NODEID", 0)
+    return counts[node] if node < len(counts) else 0
 
 
 def _master_address(env: Mapping[str, str], name: str, world: int, local_world: int) -> str:

@@ -1,0 +1,165 @@
+"""Which jobs a recipe becomes on a site: prepare, one job a phase, export, evaluate."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from configs import UserError
+from configs.schema import Profile, Recipe
+
+STARTERS = ("srun", "torchrun", "deepspeed")
+
+
+@dataclass
+class Step:
+    """One command of a job. where: one (a single task) | tasks (all) | mpi (all, wired up) | nodes."""
+
+    title: str
+    command: list[str]
+    where: str = "one"
+
+
+@dataclass
+class Job:
+    """One sbatch script. `steps` run in order; `trains` jobs survive signals and lost ranks."""
+
+    name: str
+    nodes: int
+    tasks_per_node: int
+    gpus_per_node: int
+    cpus_per_task: int
+    time_limit: str
+    steps: list[Step]
+    trains: bool = False
+    stage: list[tuple[str, str]] = field(default_factory=list)  # shard folder -> node-local copy
+
+    @property
+    def tasks(self) -> int:
+        return self.nodes * self.tasks_per_node
+
+
+def tasks_per_node(profile: Profile) -> int:
+    """Training processes on a node: one per GPU unless the profile says otherwise."""
+    return profile.tasks_per_node or profile.gpus_per_node or 1
+
+
+def build_chain(recipe: Recipe, recipe_file: Path, profile: Profile) -> list[Job]:
+    """The jobs in order, each after the one before.
+
+    Raises:
+        UserError: world size not divisible by parallel.tp, unknown starter, odd numbers.
+    """
+    per_node = tasks_per_node(profile)
+    world = profile.nodes * per_node
+    _check(recipe, profile, per_node, world)
+    file, gpus, cpus = str(recipe_file), profile.gpus_per_node, profile.cpus_per_task
+
+    many = profile.prep_nodes * profile.prep_tasks_per_node > 1
+    build = ["-m", "data_prep", "build", file] + (["prep.executor=mpi"] if many else [])
+    # A task of the MPI build is one process; a single task spreads over the node's cores by itself.
+    prep_cpus = 1 if many and profile.prep_tasks_per_node > 1 else cpus * per_node
+    jobs = [
+        Job(
+            "prep",
+            profile.prep_nodes,
+            profile.prep_tasks_per_node,
+            0,
+            prep_cpus,
+            profile.prep_time_limit,
+            [
+                Step("vocabulary", ["-m", "data_prep", "vocab", file]),
+                Step("shards", build, "mpi" if many else "one"),
+            ],
+        )
+    ]
+    updates = 0
+    for phase in recipe.phases:
+        updates += phase.steps
+        command = ["-m", "pretrain", "train", file, f"train.stop_at={updates}"]
+        if profile.signal not in ("USR1", "TERM"):
+            command.append(f"guard.save_signals=[SIGTERM,SIG{profile.signal}]")
+        stage = []
+        if profile.stage_shards_to:
+            local = f"{profile.stage_shards_to}/{recipe.name}"
+            stage = [(f"{recipe.work_dir}/shards/{phase.shards}", f"{local}/{phase.shards}")]
+            command.append(f"train.shards_dir={local}")
+        steps = [Step(f"training, phase {phase.name}", *_start(command, profile, per_node))]
+        if profile.preflight:
+            size = checkpoint_bytes(recipe)
+            check = ["-m", "cluster", "preflight", "--folder", recipe.work_dir]
+            check += [
+                "--gpus",
+                str(gpus),
+                "--need-gb",
+                f"{size * (recipe.checkpoint.keep + 1) / 1e9:.1f}",
+            ]
+            steps.insert(0, Step("preflight", check, "tasks"))
+        jobs.append(
+            Job(
+                f"train-{phase.name}",
+                profile.nodes,
+                per_node,
+                gpus,
+                cpus,
+                profile.time_limit,
+                steps,
+                True,
+                stage,
+            )
+        )
+    last = [("export", ["-m", "pretrain", "export", recipe.work_dir])]
+    last += [("evaluate", ["-m", "pretrain", "evaluate", recipe.work_dir])]
+    jobs += [
+        Job(name, 1, 1, min(gpus, 1), cpus, profile.prep_time_limit, [Step(name, command)])
+        for name, command in last
+    ]
+    return jobs
+
+
+def checkpoint_bytes(recipe: Recipe) -> int:
+    """One checkpoint: fp32 master and two moments for each parameter (vocabulary as configured)."""
+    from configs.model import parameter_count, resolve_model
+
+    return 12 * parameter_count(resolve_model(recipe.model, recipe.vocab.size))
+
+
+def _start(command: list[str], profile: Profile, per_node: int) -> tuple[list[str], str]:
+    if profile.starter == "srun":
+        return command, "tasks"
+    launch = ["-m", "cluster", "launch", "--starter", profile.starter, "--processes", str(per_node)]
+    return [*launch, "--", profile.python, *command], "nodes"
+
+
+def _check(recipe: Recipe, profile: Profile, per_node: int, world: int) -> None:
+    if profile.starter not in STARTERS:
+        raise UserError(
+            f"profile {profile.name}: starter={profile.starter} is not known",
+            f"one of {', '.join(STARTERS)}",
+        )
+    for key in ("nodes", "prep_nodes", "prep_tasks_per_node"):
+        if getattr(profile, key) < 1:
+            raise UserError(f"profile {profile.name}: {key}={getattr(profile, key)}", "at least 1")
+    if profile.gpus_per_node and per_node > profile.gpus_per_node:
+        raise UserError(
+            f"profile {profile.name}: tasks_per_node={per_node} on gpus_per_node={profile.gpus_per_node}",
+            "one process per GPU: lower tasks_per_node",
+        )
+    tp = recipe.parallel.tp
+    if world % tp:
+        raise UserError(
+            f"parallel.tp={tp} does not divide {profile.nodes} nodes x {per_node} processes = {world}",
+            "choose nodes and tasks_per_node so that tp divides their product",
+        )
+    if tp > per_node:
+        raise UserError(
+            f"parallel.tp={tp} is larger than the {per_node} processes of a node",
+            "keep tp within a node: its collectives run in every layer",
+        )
+    names = [phase.name for phase in recipe.phases]
+    if len(set(names)) < len(names) or any(shlex.quote(n) != n or "/" in n for n in names):
+        raise UserError(
+            f"phases are called {', '.join(names)}",
+            "give each a name of its own, letters and digits",
+        )
