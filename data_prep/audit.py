@@ -103,7 +103,9 @@ def _summary(shards: Shards) -> str:
     if index["held_out"]:
         rows.append(["held-out rows", open_shards(shards.folder / HELD_OUT).num_rows])
     for name, count in index["counts"].items():
-        rows.append([name, f"{count:,} ({100 * count / max(1, index['rows']):.1f} per 100 rows)"])
+        whole = index["tokens"] if name.startswith("tokens") else index["rows"]
+        share = f" ({100 * count / max(1, whole):.1f}%)" if name.endswith("cut") else ""
+        rows.append([name, f"{count:,}{share}"])
     return table(["", "count"], rows)
 
 

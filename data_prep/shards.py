@@ -30,7 +30,7 @@ FORMAT = "lambert-shards"
 VERSION = 1
 INDEX, LENGTHS, HELD_OUT = "index.json", "lengths.u16", "held-out"
 SPECIAL = ("pad", "unk", "cls", "sep", "mask")
-REBUILD = "run `python -m data_prep build RECIPE` again; it redoes only what is damaged"
+REBUILD = "delete it and run `python -m data_prep build RECIPE` again"
 _GATHER = 4096  # rows gathered at once: their index arrays stay in the cache
 
 
@@ -99,6 +99,11 @@ class Layout:
         return pa.schema([pa.field(name, kind, nullable=False) for name, kind in columns])
 
 
+def numpy_type(kind: pa.DataType) -> np.dtype:
+    """As kind.to_pandas_dtype(), which imports pandas."""
+    return np.dtype(str(kind))
+
+
 class _Part:
     """One memory-mapped part: where each batch's buffers lie in the file."""
 
@@ -132,7 +137,7 @@ class _Part:
         for column, field in enumerate(layout.schema()):
             arrays = [batch.column(column) for batch in batches]
             if pa.types.is_list(field.type):
-                kind = np.dtype(field.type.value_type.to_pandas_dtype())
+                kind = numpy_type(field.type.value_type)
                 item = kind.itemsize
                 buffers = [(a.buffers()[1], a.values.buffers()[1]) for a in arrays]
                 self._ragged[field.name] = (
@@ -142,7 +147,7 @@ class _Part:
                     raw[: len(raw) // item * item].view(kind),
                 )
             else:
-                kind = np.dtype(field.type.to_pandas_dtype())
+                kind = numpy_type(field.type)
                 places = [(a.buffers()[1].address - base.address) // kind.itemsize for a in arrays]
                 self._flat[field.name] = (
                     np.array(places, np.int64),

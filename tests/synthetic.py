@@ -99,7 +99,7 @@ def make_shards(
         batches = [
             make_rows(rng, n, max_length, vocab_size, pairs, static_masks) for n in sizes if n
         ]
-        stamp = f"synthetic-{seed}-{where.name == HELD_OUT}"
+        stamp = f"synthetic-{seed}"
         write_folder(
             where, layout, stamp, batches, held_out=held_out_rows > 0 and where == folder, **meta
         )
