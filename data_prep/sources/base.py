@@ -15,6 +15,7 @@ from configs.errors import UserError
 from configs.schema import SourceConfig
 
 RANGE_BYTES = 32 << 20  # raw text of one unit of work, about
+SMALL_UNIT = 6 << 20  # of a unit put together from small files, so that a few MB use all cores
 HASH_CHUNK = 64 << 20
 TO_THE_END = -1
 
@@ -142,7 +143,7 @@ def find_files(config: SourceConfig, suffixes: Sequence[str], looks_like: str) -
 
 
 def group_files(files: Iterable[Path], expansion: int = 3) -> list[tuple[list[Piece], int]]:
-    """Whole files, put together until a unit has about RANGE_BYTES / 2 of raw text."""
+    """Whole files, put together until a unit has about SMALL_UNIT of raw text."""
     units: list[tuple[list[Piece], int]] = []
     pieces: list[Piece] = []
     size = 0
@@ -150,7 +151,7 @@ def group_files(files: Iterable[Path], expansion: int = 3) -> list[tuple[list[Pi
         packed = file.suffix in (".gz", ".bz2", ".zst", ".xz")
         pieces.append(Piece(str(file)))
         size += file.stat().st_size * (expansion if packed else 1)
-        if size >= RANGE_BYTES // 2:
+        if size >= SMALL_UNIT:
             units.append((pieces, size))
             pieces, size = [], 0
     if pieces:

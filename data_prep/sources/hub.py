@@ -191,7 +191,7 @@ def _parquet_plan(path: str, config: SourceConfig) -> list[tuple[list[Piece], in
         start = size = 0
         for group in range(table.metadata.num_row_groups):
             size += table.metadata.row_group(group).column(column).total_uncompressed_size
-            if size >= RANGE_BYTES // 2 or group + 1 == table.metadata.num_row_groups:
+            if size >= SMALL_UNIT or group + 1 == table.metadata.num_row_groups:
                 units.append(([Piece(path, start, group + 1)], size))
                 start, size = group + 1, 0
     return units
@@ -216,7 +216,7 @@ def _arrow_plan(path: str, config: SourceConfig) -> list[tuple[list[Piece], int]
                 _check_column(batch.schema.names, batch.schema.types, path, config)
             number += 1
             size += batch.nbytes
-            if size >= RANGE_BYTES // 2:
+            if size >= SMALL_UNIT:
                 units.append(([Piece(path, start, number)], size))
                 start, size = number, 0
     if number > start:
