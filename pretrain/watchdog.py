@@ -100,7 +100,7 @@ class Watchdog:
         text = "".join(traceback.format_exception(error)).strip()
         if any(sign in text for sign in _PEER_ERRORS):
             # A peer's death looks like this from here; its own silence is about to name it.
-            self._done.wait(_DEAD_SHARE * self.timeout_s + 5 * self.poll_s)
+            self._done.wait(self.timeout_s)
         with contextlib.suppress(RuntimeError):
             # The first error is the cause; those of the other ranks follow from it.
             self.store.compare_set("verdict", "", f"{self._name()} failed in {self._what}:\n{text}")
@@ -132,9 +132,7 @@ class Watchdog:
             try:
                 verdict = self._look()
             except RuntimeError:  # the store is gone
-                verdict = (
-                    "" if self._done.is_set() else f"rank 0 is gone (seen from {self._name()})"
-                )
+                verdict = "" if self._done.is_set() else "rank 0 is gone"
             if verdict and not self._done.is_set():
                 self._end(verdict)
                 return
@@ -150,7 +148,6 @@ class Watchdog:
             verdict = self._judge(signs)
             if verdict:
                 verdict = str(self.store.compare_set("verdict", "", verdict).decode())
-                time.sleep(3 * self.poll_s)  # the others read it before the store ends with us
             return verdict
         return ""
 
@@ -184,20 +181,11 @@ class Watchdog:
         now = time.monotonic()
         silent = {r: now - at for r, (_, at) in self._seen.items() if r in signs}
         dead = [r for r, age in silent.items() if age > signs[r]["dead"]]
-        if dead:
-            return "\n".join(
-                f"{signs[r]['name']} gave no sign of life for {silent[r]:.0f} s, last seen in "
-                f"{signs[r]['what']}: the process died, was stopped, or its machine is lost"
-                for r in dead
-            )
-        if all(sign["age"] <= sign["limit"] for sign in signs.values()):
+        if not dead and all(sign["age"] <= sign["limit"] for sign in signs.values()):
             return ""
         fewest = min(sign["beats"] for sign in signs.values())
-        return "\n".join(
-            f"{sign['name']} hangs in {sign['what']} since {sign['age']:.0f} s"
-            for sign in signs.values()
-            if sign["beats"] == fewest
-        )
+        named = dead or [r for r, sign in signs.items() if sign["beats"] == fewest]
+        return "\n".join(_charge(signs[r], silent.get(r, 0.0), 10 * self.poll_s) for r in named)
 
     def _end(self, verdict: str) -> None:
         faulthandler.cancel_dump_traceback_later()
@@ -217,10 +205,21 @@ class Watchdog:
             file=sys.stderr,
             flush=True,
         )
+        if self.rank == 0 and self.store is not None:
+            time.sleep(3 * self.poll_s)  # the others read the verdict before the store ends
         self.leave(LOST_RANK_EXIT)
 
     def _name(self) -> str:
         return f"rank {self.rank} ({socket.gethostname()}, pid {os.getpid()})"
+
+
+def _charge(sign: dict[str, Any], silent: float, usual: float) -> str:
+    if silent > usual:
+        return (
+            f"{sign['name']} gave no sign of life for {silent:.0f} s, last seen in "
+            f"{sign['what']}: the process died, was stopped, or its machine is lost"
+        )
+    return f"{sign['name']} hangs in {sign['what']} since {sign['age']:.0f} s"
 
 
 def connect(rank: int, world: int, device: Any = "cpu") -> Any:

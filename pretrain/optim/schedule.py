@@ -19,9 +19,10 @@ def warmup_steps(phase: PhaseConfig) -> int:
     return round(warmup * phase.steps) if warmup < 1 else int(warmup)
 
 
-def lr_at(phase: PhaseConfig, step: int) -> float:
+def lr_at(phase: PhaseConfig, step: float) -> float:
     """The rate of update `step` of a phase, counted from 1: the peak is reached at the end of the
-    warmup, `end_lr` at the last update; later updates keep it.
+    warmup, `end_lr` at the last update; later updates keep it. Between two
+    updates (a time budget's place in the schedule) it is in between.
 
     poly: end + (peak - end) (1 - t)^power with t the share of the updates after the warmup that is
     done (1904.00962 uses power 1, NVIDIA's LAMB recipe 0.5); cosine: half a wave (1608.03983).
@@ -36,7 +37,7 @@ def lr_at(phase: PhaseConfig, step: int) -> float:
         share = 0.5 * (1 + math.cos(math.pi * done))
     else:
         share = (1 - done) ** (schedule.power if schedule.kind == "poly" else 1.0)
-    return schedule.end_lr + (schedule.lr - schedule.end_lr) * share
+    return schedule.lr * share + schedule.end_lr * (1 - share)
 
 
 def check_schedule(schedule: ScheduleConfig, steps: int, where: str) -> None:
