@@ -170,6 +170,9 @@ class TrainConfig:
     stop_at: int = (
         0  # stop (with a checkpoint) after this many updates of the whole run; 0 = the end
     )
+    # Minutes of training, without the first updates (which compile): the schedule of the only phase
+    # is stretched over them, and its `steps` only bound the updates. 0 = no limit.
+    max_minutes: float = 0.0
     eval_every: int = 0  # updates; 0 = only at start and end
     eval_rows: int = 4096  # held-out rows scored; 0 = all
     probe: str = ""  # a BLiMP parquet: scored by pseudo-log-likelihood at each evaluation

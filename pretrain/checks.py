@@ -19,6 +19,7 @@ from data_prep.shards import Shards, open_shards
 from pretrain.checkpoint.folder import KINDS, Damaged, checkpoints, missing_kinds, read_meta
 from pretrain.guard import StopSignals
 from pretrain.objectives.masking import check_masking
+from pretrain.optim.budget import check_budget
 from pretrain.optim.schedule import check_schedule
 
 CPU_MICRO_BATCH = 8192
@@ -121,6 +122,7 @@ def _check_keys(recipe: Recipe) -> None:
             raise UserError(f"phases.{number}.steps={phase.steps}", "give a positive number")
         check_schedule(phase.schedule, phase.steps, f"phases.{number}.schedule")
     check_masking(recipe.masking)
+    check_budget(recipe)
     StopSignals(recipe.guard.save_signals)
 
 

@@ -16,6 +16,7 @@ from pretrain.checkpoint.folder import folder_of
 from pretrain.checks import Plan
 from pretrain.data.batches import Batches, GlobalBatch
 from pretrain.guard import LossGuard, StopSignals
+from pretrain.optim.budget import TimeBudget
 from pretrain.optim.lamb import Update
 from pretrain.optim.schedule import lr_at
 from pretrain.starting import Run, begin
@@ -52,6 +53,11 @@ class Trainer:
         if run.state:
             self.guard.load(run.state["guard"])
         self.stopping = False  # a signal has reached some rank
+        self.budget = TimeBudget(
+            self.recipe.train.max_minutes,
+            self.recipe.phases[0].steps,
+            run.state.get("spent_s", 0.0),
+        )
         self.saved = run.step if run.state else -1
 
     def run_all(self) -> int:
@@ -86,14 +92,15 @@ class Trainer:
             run.device,
         )
         shapes: set[int] = set()
-        while run.step < end and not self.stopping:
+        while run.step < end and not self.stopping and not self.budget.over:
             start = time.monotonic()
             batch = batches.update(run.step - first)
             waited = time.monotonic() - start
             run.watchdog.beat("data")
             size = len(batch.micros[0].input_ids)
             with run.watchdog.patience(0.0 if size in shapes else COMPILATION_S):
-                self.update(batch, lr_at(phase, run.step - first + 1), start, waited)
+                lr = lr_at(phase, self.budget.position(run.step - first + 1))
+                self.update(batch, lr, start, waited)
             shapes.add(size)
             run.watchdog.running()
             self.after_update(end)
@@ -124,15 +131,19 @@ class Trainer:
         run.watchdog.beat("update")
         if run.telemetry.wants(step):
             values.update(self.figures(result, lr))
-        run.telemetry.update(step, values, batch, time.monotonic() - start, waited)
+        seconds = time.monotonic() - start
+        self.budget.add(seconds)
+        run.telemetry.update(step, values, batch, seconds, waited)
 
     def agree(self, sums: Tensor, batch: GlobalBatch) -> dict[str, float]:
-        """Losses and accuracies of the whole global batch, and whether any rank was told to stop:
-        one small collective and one transfer to the host an update."""
-        vector = torch.cat([sums.double(), sums.new_tensor([bool(self.stop.received)]).double()])
+        """Losses and accuracies of the whole global batch, whether any rank was told to stop, and
+        the time spent: one small collective and one transfer to the host an update."""
+        clock = self.budget.clock if self.plan.rank == 0 else 0.0
+        more = torch.tensor([bool(self.stop.received), clock], dtype=torch.float64)
+        vector = torch.cat([sums.double(), more.to(sums.device)])
         if self.plan.world > 1:
             dist.all_reduce(vector)
-        mlm, nsp, mlm_right, nsp_right, told = vector.tolist()
+        mlm, nsp, mlm_right, nsp_right, told, self.budget.spent = vector.tolist()
         self.stopping = told > 0
         # Tensor-parallel ranks hold equal sums, so the world's sum has each one tp times.
         masked, rows = batch.masked_total * self.plan.tp, batch.rows_total * self.plan.tp
@@ -157,11 +168,11 @@ class Trainer:
     def after_update(self, phase_end: int) -> None:
         """What is due: an evaluation, a checkpoint."""
         run, recipe = self.run, self.recipe
-        every, last = recipe.train.eval_every, run.step >= self.plan.end
+        every, last = recipe.train.eval_every, run.step >= self.plan.end or self.budget.over
         if last or (every and run.step % every == 0):
             self.evaluate()
         due = recipe.checkpoint.every and run.step % recipe.checkpoint.every == 0
-        if due or run.step == phase_end or self.stopping:
+        if due or run.step == phase_end or self.stopping or self.budget.over:
             self.save()
 
     def save(self) -> None:
@@ -179,7 +190,11 @@ class Trainer:
         run = self.run
         return {
             **run.identity,
-            "state": {**run.engine.state(), "guard": self.guard.state()},
+            "state": {
+                **run.engine.state(),
+                "guard": self.guard.state(),
+                "spent_s": self.budget.clock,
+            },
         }
 
     def evaluate(self) -> None:

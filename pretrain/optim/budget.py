@@ -1,0 +1,58 @@
+"""A training that has so many minutes instead of so many updates.
+
+The learning rate follows the share of the time that is spent, so that it reaches its end when the
+time does, on any card (24hBERT, 2104.07705; Cramming, 2212.14034). The clock starts after the first
+FREE_UPDATES of a process, which compile. It counts training only, not evaluation nor saving.
+"""
+
+from __future__ import annotations
+
+from configs.errors import UserError
+from configs.schema import Recipe
+
+FREE_UPDATES = 10
+
+
+class TimeBudget:
+    """Seconds of training, spent and left. With `minutes` 0 there is no limit.
+
+    Args:
+        steps: of the phase, over which its schedule is written.
+        spent: by earlier starts of the run, from its checkpoint.
+
+    `clock` is this process's own count; `spent` is what all processes go by, which must be the
+    same on all of them: the trainer sets it to rank 0's clock in each update.
+    """
+
+    def __init__(self, minutes: float, steps: int, spent: float = 0.0) -> None:
+        self.seconds, self.steps = 60 * minutes, steps
+        self.clock = self.spent = spent
+        self._updates = 0
+
+    def add(self, seconds: float) -> None:
+        """Counts one finished update; the free ones count nothing."""
+        self._updates += 1
+        if self._updates > FREE_UPDATES:
+            self.clock += seconds
+
+    def position(self, update: int) -> float:
+        """Where the schedule stands at `update` of the phase (from 1): in updates, not whole."""
+        if not self.seconds:
+            return update
+        return 1 + min(1.0, self.spent / self.seconds) * (self.steps - 1)
+
+    @property
+    def over(self) -> bool:
+        return self.seconds > 0 and self.spent >= self.seconds
+
+
+def check_budget(recipe: Recipe) -> None:
+    """Raises UserError for a budget that cannot be kept."""
+    minutes = recipe.train.max_minutes
+    if minutes < 0:
+        raise UserError(f"train.max_minutes={minutes:g}", "minutes of training; 0 = no limit")
+    if minutes and len(recipe.phases) != 1:
+        raise UserError(
+            f"train.max_minutes={minutes:g} with {len(recipe.phases)} phases",
+            "a time budget is for one phase: its schedule is stretched over the minutes",
+        )
