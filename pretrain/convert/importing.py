@@ -66,8 +66,9 @@ def import_model(
     if out.exists():
         out.rmdir()
     fresh.rename(out)
-    for name, reason in model.dropped.items():
-        say(f"left out {name}: {reason}")
+    for reason in dict.fromkeys(model.dropped.values()):
+        names = [name for name, why in model.dropped.items() if why == reason]
+        say(f"left out {len(names)} ({names[0]}{', ...' if len(names) > 1 else ''}): {reason}")
     if model.missing_heads:
         say(f"not in the source, drawn anew: {', '.join(model.missing_heads)}")
     say(f"{out}: {len(model.tensors)} tensors of a {model.layout} model; go on from it with")

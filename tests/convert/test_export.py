@@ -1,0 +1,248 @@
+"""What an exported folder is: complete, checked, usable by transformers, free of padding."""
+
+from __future__ import annotations
+
+import json
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from configs import UserError
+from configs.model import ModelConfig, padded_vocab
+from pretrain.checkpoint import save_logical
+from pretrain.convert.card import last_scores, model_card
+from pretrain.convert.export import export, self_check
+from pretrain.convert.native import to_model
+from pretrain.convert.opening import open_model
+from pretrain.model import build
+from pretrain.parallel.pieces import pieces
+
+AUTO = (
+    "AutoModelForPreTraining",
+    "AutoModelForMaskedLM",
+    "AutoModelForSequenceClassification",
+    "AutoModelForQuestionAnswering",
+    "AutoModelForTokenClassification",
+    "AutoModelForMultipleChoice",
+)
+
+
+@pytest.fixture
+def exported(tmp_path: Path, run_folder: Path) -> Path:
+    return export(run_folder, tmp_path / "out")
+
+
+def test_files_and_metadata_of_the_folder(exported: Path) -> None:
+    with safe_open(exported / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+        assert "cls.predictions.decoder.weight" not in file.keys()  # noqa: SIM118
+    config = json.loads((exported / "config.json").read_text())
+    assert config["architectures"] == ["BertForPreTraining"] and config["vocab_size"] == 27
+    card = (exported / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\npipeline_tag: fill-mask\n")
+    assert not list(exported.glob("*.bin")) and not list(exported.parent.glob(".*new"))
+    modes = {stat.S_IMODE(f.stat().st_mode) for f in exported.iterdir()}
+    assert len(modes) == 1, "weights must be as readable as the config beside them"
+
+
+@pytest.mark.parametrize("name", AUTO)
+def test_every_auto_class_finds_the_whole_encoder(exported: Path, name: str) -> None:
+    import transformers
+
+    model, info = getattr(transformers, name).from_pretrained(exported, output_loading_info=True)
+    assert not info["mismatched_keys"]
+    assert not [k for k in info["missing_keys"] if k.startswith("bert.")]
+    weights = load_file(exported / "model.safetensors")
+    state = model.state_dict()
+    assert all(torch.equal(state[k], weights[k]) for k in state if k.startswith("bert."))
+
+
+def test_fill_mask_answers_with_true_entries_only(exported: Path) -> None:
+    from transformers import pipeline
+
+    answers = pipeline("fill-mask", str(exported), top_k=27)("the w3 [MASK] w5")
+    assert sorted(a["token"] for a in answers) == list(range(27))
+    assert abs(sum(a["score"] for a in answers) - 1) < 1e-5
+
+
+def test_export_again_gives_the_same_bytes_and_replaces_only_exports(
+    exported: Path, run_folder: Path
+) -> None:
+    before = {f.name: f.read_bytes() for f in exported.iterdir()}
+    export(run_folder, exported)
+    assert {f.name: f.read_bytes() for f in exported.iterdir()} == before
+
+
+def test_export_from_step_train_and_work_folder_are_one(tmp_path: Path, run_folder: Path) -> None:
+    step = run_folder / "train/checkpoints/step-00000000"
+    hashes = {
+        (export(place, tmp_path / f"o{i}") / "model.safetensors").read_bytes()
+        for i, place in enumerate((run_folder, run_folder / "train", step))
+    }
+    assert len(hashes) == 1
+
+
+def test_a_model_without_nsp_head_becomes_masked_lm(tmp_path: Path, run_folder: Path) -> None:
+    config = ModelConfig(
+        vocab_size=27, hidden_size=16, num_layers=1, num_heads=2, intermediate_size=32,
+        max_position_embeddings=16, nsp_head=False,
+    )  # fmt: skip
+    model, parts = build(config, seed=4)
+    tensors = {
+        p.name: p.view(p.param.detach().view(-1))[p.clip(p.view(p.param.view(-1)))[1]]
+        for p in parts
+    }
+    save_logical(tmp_path / "train", tensors, {"model": vars(config)})
+    out = export(tmp_path, tmp_path / "out", vocab=run_folder / "vocab")
+    assert json.loads((out / "config.json").read_text())["architectures"] == ["BertForMaskedLM"]
+    assert not [k for k in load_file(out / "model.safetensors") if "pooler" in k or "seq_rel" in k]
+
+
+def test_self_check_finds_a_changed_weight(exported: Path, run_folder: Path, edit_weights) -> None:
+    opened = open_model(run_folder)
+    model = to_model(opened.config, opened.tensors)
+    assert self_check(exported, model) < 1e-5
+    name = "bert.encoder.layer.0.attention.self.key.weight"
+    edit_weights(exported, lambda t: t[name].view(-1)[0:1].add_(0.01))
+    with pytest.raises(UserError, match="logits differ"):
+        self_check(exported, model)
+    edit_weights(exported, lambda t: t.pop(name))
+    with pytest.raises(UserError, match="missing_keys"):
+        self_check(exported, model)
+
+
+def test_b45_fused_rows_land_where_the_trainer_splits_them(
+    tmp_path: Path, run_folder: Path
+) -> None:
+    """Hidden 8, 2 heads: the 24 fused rows are numbered and looked for in the exported folder."""
+    config = ModelConfig(
+        vocab_size=27,
+        hidden_size=8,
+        num_layers=1,
+        num_heads=2,
+        intermediate_size=16,
+        max_position_embeddings=16,
+    )
+    model, parts = build(config, seed=1)
+    fused = model.bert.encoder.layer[0].attention.self.qkv
+    assert fused.weight.shape == (24, 8)
+    with torch.no_grad():
+        fused.bias.copy_(torch.arange(24.0))
+    logical = {
+        p.name: p.view(p.param.detach().view(-1))[p.clip(p.view(p.param.view(-1)))[1]]
+        for p in parts
+    }
+    save_logical(tmp_path / "train", logical, {"model": vars(config)})
+    out = export(tmp_path, tmp_path / "out", vocab=run_folder / "vocab")
+    weights = load_file(out / "model.safetensors")
+    for number, name in enumerate(("query", "key", "value")):
+        rows = weights[f"bert.encoder.layer.0.attention.self.{name}.bias"]
+        assert rows.tolist() == list(range(8 * number, 8 * number + 8))
+    # Eight sentences through the trainer's model and the exported one.
+    from transformers import AutoModelForPreTraining
+
+    from pretrain.downstream.blimp import uniform_rows
+
+    ids = torch.randint(27, (8, 12), generator=torch.Generator().manual_seed(2))
+    theirs = AutoModelForPreTraining.from_pretrained(out).eval()
+    with torch.no_grad():
+        ours = model.eval().logits(model.encode(uniform_rows(ids)))
+        wanted = theirs(ids).prediction_logits.reshape(ours.shape)
+    assert (ours - wanted).abs().max() < 1e-5
+    meta = json.loads((tmp_path / "train/checkpoints/step-00000000/checkpoint.json").read_text())
+    assert meta["body"]["format"] == 1
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_b47_padded_rows_of_every_tp_are_gone(tp: int) -> None:
+    """30522 entries: 30592 rows at tp 1, 30720 at 2, 4 and 8; the partitions meet in rank order."""
+    config = ModelConfig(
+        vocab_size=30522,
+        hidden_size=8,
+        num_layers=1,
+        num_heads=8,
+        intermediate_size=16,
+        max_position_embeddings=16,
+    )
+    rows = padded_vocab(config, tp)
+    assert rows == (30592 if tp == 1 else 30720)
+    whole = torch.full((30522,), -1.0)
+    for rank in range(tp):
+        model, _ = build(config, init=False)
+        bias = torch.nn.Parameter(torch.zeros(rows // tp))
+        bias.tensor_model_parallel, bias.partition_dim = True, 0  # type: ignore[attr-defined]
+        model.cls.predictions.bias = bias
+        piece = next(p for p in pieces(model, config, tp, rank) if p.name == "cls.predictions.bias")
+        theirs, ours = piece.clip(bias)
+        local = torch.arange(rank * rows // tp, (rank + 1) * rows // tp).float()
+        whole[theirs] = local[ours]
+    assert whole.tolist() == list(range(30522))
+
+
+def test_b47_padded_ids_can_never_be_predicted(run_folder: Path) -> None:
+    """27 entries lie in 128 rows: whatever the padding holds, logits have 27 columns."""
+    opened = open_model(run_folder)
+    model = to_model(opened.config, opened.tensors)
+    words = model.bert.embeddings.word_embeddings.weight
+    assert words.shape[0] == 128 and not words[27:].any()
+    with torch.no_grad():
+        words[27:] = 1e4
+        assert model.logits(torch.randn(3, 16)).shape == (3, 27)
+
+
+def test_card_tells_data_recipe_scores_and_commit(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    lines = [
+        {"kind": "eval", "step": 0, "mlm_loss": 9.0},
+        {"kind": "train", "step": 5, "mlm_loss": 4.5},
+        {"kind": "eval", "step": 5, "mlm_loss": 4.25, "mlm_accuracy": 0.3},
+        {"kind": "eval", "step": 9, "mlm_loss": 1.0},
+    ]
+    log.write_text("\n".join(map(json.dumps, lines)) + '\n{"kind": "tr')
+    scores = last_scores(log, 5)
+    recipe = {
+        "name": "demo",
+        "sources": [{"kind": "books", "path": "x/novels", "weight": 1.0, "language": "en"}],
+        "phases": [
+            {
+                "name": "p1",
+                "steps": 5,
+                "global_batch": 64,
+                "shards": "len128",
+                "schedule": {"kind": "poly", "lr": 6e-3},
+            }
+        ],
+    }
+    config = ModelConfig(
+        vocab_size=27, hidden_size=16, num_layers=1, num_heads=2, intermediate_size=32
+    )
+    card = model_card(config, {"step": 5, "recipe": recipe, "format": 1}, scores, "abc123")
+    for part in ("novels", "4.2500", "4.5000", "64 rows", "peak rate 0.006", "abc123", "- en"):
+        assert part in card
+    assert "1.0000" not in card, "a score from after this checkpoint"
+
+
+def test_command_says_what_is_wrong_and_exits_with_2(tmp_path: Path, repo: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "pretrain",
+        "export",
+        str(tmp_path / "nowhere"),
+        str(tmp_path / "out"),
+    ]
+    done = subprocess.run(command, cwd=repo, capture_output=True, text=True)
+    assert done.returncode == 2 and "no complete checkpoint" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_numpy_view_of_the_weights_is_little_endian_fp32(exported: Path) -> None:
+    with safe_open(exported / "model.safetensors", "np") as file:
+        assert file.get_tensor("cls.predictions.bias").dtype == np.dtype("<f4")
