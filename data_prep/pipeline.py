@@ -13,6 +13,7 @@ from __future__ import annotations
 import fcntl
 import json
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -71,17 +72,14 @@ def build_recipe(recipe: Recipe, names: list[str], executor: Executor) -> list[P
     """
     plan = executor.once(lambda: make_plan(recipe, names))
     shards = Path(recipe.work_dir) / "shards"
-    lock = _lock(shards) if executor.is_lead else None
-    todo = executor.once(lambda: [n for n in names if not _finished(plan, n)])
-    if todo:
-        counts = _documents(plan, executor)
-        for name in todo:
-            _build_set(plan, name, counts, executor)
-    if executor.is_lead:
-        if all((shards / name / INDEX).is_file() for name in recipe.shards):
+    with _lock(shards) if executor.is_lead else nullcontext():
+        todo = executor.once(lambda: [n for n in names if not _finished(plan, n)])
+        if todo:
+            counts = _documents(plan, executor)
+            for name in todo:
+                _build_set(plan, name, counts, executor)
+        if executor.is_lead and all((shards / n / INDEX).is_file() for n in recipe.shards):
             remove(shards / ".documents")
-        if lock is not None:
-            lock.close()
     return [shards / name for name in names]
 
 
@@ -128,6 +126,7 @@ def _lock(folder: Path) -> TextIO:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
+        file.close()
         raise UserError(
             f"{folder}: another build is running here", "wait for it or stop it"
         ) from None
@@ -158,7 +157,7 @@ def _finished(plan: Plan, name: str) -> bool:
         return False
     try:
         open_shards(folder)
-        if (folder / HELD_OUT).is_dir():
+        if read_index(folder)["held_out"]:
             open_shards(folder / HELD_OUT)
     except UserError as error:
         say(f"{error.what}: building what is missing")
@@ -352,9 +351,10 @@ def _finish(
         for group, meta in zip(groups, made):
             if group.kind == kind:
                 counts.update(meta["counts"])
-        for stray in folder.glob("part-*.arrow"):
-            if stray.name not in {entry["file"] for _, entry in own}:
-                stray.unlink()  # of an earlier attempt with other settings
+        wanted = {entry["file"] for _, entry in own}
+        for stray in [*folder.glob("part-*.arrow"), *folder.glob(".*.tmp")]:
+            if stray.name not in wanted:
+                stray.unlink()  # of an earlier, killed or damaged build
         finish_folder(
             folder, context.layout, context.stamp, [entry for _, entry in own],
             (load_arrays(task.receipt(context))[0]["lengths"] for task, _ in own),

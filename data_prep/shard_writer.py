@@ -21,8 +21,8 @@ from data_prep.shards import (
     Rows,
     digest,
     file_digest,
-    offsets_of,
     numpy_type,
+    offsets_of,
     ragged_index,
 )
 

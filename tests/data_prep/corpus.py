@@ -90,7 +90,7 @@ def recipe_file(folder: Path, text: Path, body: str = "", prep: str = "") -> Pat
     vocab = write_vocab(folder / "vocab.txt")
     path = folder / "recipe.yaml"
     path.write_text(
-        f"name: test\nseed: 7\nwork_dir: {folder / 'run'}\n"
+        f"name: test\nseed: 7\nphases: []\nwork_dir: {folder / 'run'}\n"
         f"sources: [{{kind: text, path: {text}, name: text}}]\n"
         f"vocab: {{file: {vocab}}}\n"
         f"prep: {{held_out: 0.2, part_mb: 1, workers: 1{prep}}}\n"
@@ -125,7 +125,7 @@ def tree(folder: Path) -> dict[str, str]:
 DRIVER = """
 import sys
 import data_prep.pipeline, data_prep.sources.base as base
-base.RANGE_BYTES = {unit_bytes}
+base.SMALL_UNIT = {unit_bytes}
 data_prep.pipeline.GROUP_TOKENS = {group_tokens}
 data_prep.pipeline.GROUP_DOCUMENTS = 2
 from configs.errors import run_cli
@@ -135,7 +135,7 @@ run_cli(lambda: main(sys.argv[1:]))
 
 
 def command(
-    path: Path, *overrides: str, unit_bytes: int = 8000, group_tokens: int = 4000
+    path: Path, *overrides: str, unit_bytes: int = 3000, group_tokens: int = 2000
 ) -> list[str]:
     """The build command as a process of its own, with units of work of `unit_bytes`."""
     code = DRIVER.format(unit_bytes=unit_bytes, group_tokens=group_tokens)

@@ -1,0 +1,488 @@
+"""The build as a whole: what ends up in the shards, and what is refused."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import data_prep.arrays
+import data_prep.pipeline
+import data_prep.shard_writer
+import data_prep.sources.base
+from configs import UserError
+from data_prep.pipeline import join_units
+from data_prep.settings import difference
+from data_prep.shards import Shards, held_out, open_shards, read_index
+from tests.data_prep.corpus import (
+    LETTERS,
+    SPECIAL,
+    WORDS,
+    build,
+    recipe_file,
+    tree,
+    write_texts,
+    write_vocab,
+)
+
+
+@pytest.fixture
+def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_prep.sources.base, "SMALL_UNIT", 3000)
+    monkeypatch.setattr(data_prep.pipeline, "GROUP_TOKENS", 4000)
+    monkeypatch.setattr(data_prep.pipeline, "GROUP_DOCUMENTS", 2)
+
+
+def row_set(shards: Shards) -> list[bytes]:
+    rows = shards.rows(np.arange(shards.num_rows))
+    return sorted(rows.tokens[a:b].tobytes() for a, b in zip(rows.offsets[:-1], rows.offsets[1:]))
+
+
+def test_whole_build(tmp_path: Path, small_units: None) -> None:
+    recipe = recipe_file(tmp_path, write_texts(tmp_path / "text"))
+    folder = build(recipe) / "len64"
+    shards = open_shards(folder, verify="full")
+    index = shards.index
+    (source,) = index["sources"]
+    assert (
+        source["documents"] == 12 == source["documents_trained_on"] + source["documents_held_out"]
+    )
+    assert source["documents_held_out"] >= 1 and held_out(folder).num_rows > 0
+    assert shards.num_rows == index["rows"] == len(shards.lengths)
+    assert int(shards.lengths.sum()) == index["tokens"]
+    assert sum(index["labels"]) == index["rows"] and min(index["labels"]) > 0
+    assert shards.special_ids == {n.strip("[]").lower(): i for i, n in enumerate(SPECIAL)}
+    assert shards.mask_cap == 10
+    assert not (folder / ".build").exists() and not (folder.parent / ".documents").exists()
+    before = {p: p.stat().st_mtime_ns for p in folder.rglob("*")}
+    build(recipe)
+    assert before == {p: p.stat().st_mtime_ns for p in folder.rglob("*")}
+
+
+def test_rows_are_shuffled_over_the_whole_set(tmp_path: Path, small_units: None) -> None:
+    """A row's place tells nothing of its document: neighbours are no more alike than others."""
+    text = tmp_path / "text"
+    text.mkdir()
+    for number in range(40):  # document n is made of one word
+        line = " ".join([WORDS[number % len(WORDS)]] * 8).capitalize() + "."
+        (text / f"{number:02}.txt").write_text(" ".join([line] * 80) + f" {WORDS[number // 39]}.\n")
+    recipe = recipe_file(tmp_path, text, "shards: {s: {max_length: 64, objective: single}}\n")
+    shards = open_shards(build(recipe, "prep.held_out=0") / "s")
+    rows = shards.rows(np.arange(shards.num_rows))
+    word = rows.tokens[rows.offsets[:-1] + 2]
+    same = np.mean(word[1:] == word[:-1])
+    assert shards.num_rows > 400 and same < 3 / 39
+
+
+def test_objectives_lengths_and_several_sets(tmp_path: Path) -> None:
+    body = "shards:\n" + "".join(
+        f"  {objective}-{length}: {{max_length: {length}, objective: {objective}, dupe_factor: 2}}\n"
+        for objective, length in [("nsp", 32), ("sop", 48), ("full-sentences", 40), ("doc-sentences", 40), ("single", 128)]
+    )  # fmt: skip
+    recipe = recipe_file(tmp_path, write_texts(tmp_path / "text"), body)
+    folder = build(recipe)
+    for name in ("nsp-32", "sop-48", "full-sentences-40", "doc-sentences-40", "single-128"):
+        shards = open_shards(folder / name, verify="full")
+        assert shards.lengths.max() <= shards.max_length == int(name.rsplit("-", 1)[1])
+        pairs = name.startswith(("nsp", "sop"))
+        assert (shards.rows(np.arange(20)).segment_b > 0).all() == pairs
+        assert len(set(row_set(shards))) > 0.6 * shards.num_rows  # fresh draws in the second pass
+
+
+def test_static_masks(tmp_path: Path) -> None:
+    body = "shards: {s: {max_length: 64, static_masks: true}}\n"
+    recipe = recipe_file(tmp_path, write_texts(tmp_path / "text", files=30), body)
+    shards = open_shards(build(recipe) / "s", verify="full")
+    rows = shards.rows(np.arange(shards.num_rows))
+    assert rows.masked_offsets is not None and rows.masked_positions is not None
+    assert rows.masked_labels is not None
+    counts = np.diff(rows.masked_offsets)
+    expected = np.clip(np.rint(0.15 * rows.lengths), 1, shards.mask_cap)
+    assert np.array_equal(counts, np.minimum(expected, rows.lengths - 3))
+    at = np.repeat(rows.offsets[:-1], counts) + rows.masked_positions
+    shown = rows.tokens[at]
+    special = set(shards.special_ids.values()) - {shards.special_ids["mask"]}
+    assert not set(shown.tolist()) & special and not set(rows.masked_labels.tolist()) & special
+    assert 0.75 < np.mean(shown == shards.special_ids["mask"]) < 0.85
+    assert 0.07 < np.mean(shown == rows.masked_labels) < 0.14
+    plain = open_shards(
+        build(recipe, "shards.s.static_masks=false", f"work_dir={tmp_path}/b") / "s"
+    )
+    restored = rows.tokens.copy()
+    restored[at] = rows.masked_labels
+    assert np.array_equal(restored, plain.rows(np.arange(plain.num_rows)).tokens)
+
+
+def test_exact_duplicates_are_dropped_wherever_they_are(tmp_path: Path, small_units: None) -> None:
+    text = write_texts(tmp_path / "text", files=10)
+    shutil.copy(text / "000.txt", text / "zzz.txt")
+    shutil.copy(text / "003.txt", text / "004b.txt")
+    more = tmp_path / "more"
+    more.mkdir()
+    shutil.copy(text / "007.txt", more / "a.txt")
+    (more / "b.txt").write_text("Quite another stone. And another garden.\n")
+    sources = f"sources=[{{kind: text, path: {text}}}, {{kind: text, path: {more}}}]"
+    index = read_index(build(recipe_file(tmp_path, text), sources) / "len64")
+    assert [s["dropped"].get("duplicates", 0) for s in index["sources"]] == [2, 1]
+    assert [s["documents"] for s in index["sources"]] == [12, 2]
+    kept = [s["documents_trained_on"] + s["documents_held_out"] for s in index["sources"]]
+    assert kept == [10, 1]
+    all_of_it = build(
+        recipe_file(tmp_path, text), sources, "prep.drop_duplicates=false", f"work_dir={tmp_path}/b"
+    )
+    index = read_index(all_of_it / "len64")
+    assert all(not s["dropped"] for s in index["sources"])
+
+
+def test_held_out_split_is_of_the_text_alone(tmp_path: Path, small_units: None) -> None:
+    """Same documents held out whatever the seed, length, weights, order of files or objective."""
+    text = write_texts(tmp_path / "text", files=30)
+    renamed = tmp_path / "renamed"
+    renamed.mkdir()
+    for number, path in enumerate(sorted(text.glob("*"), reverse=True)):
+        shutil.copy(path, renamed / f"{number:03}.txt")
+    body = "shards: {s: {max_length: 64, objective: single, short_seq_prob: 0.0}}\n"
+    recipe = recipe_file(tmp_path, text, body)
+    seen = []
+    for number, overrides in enumerate(
+        [[], ["seed=99"], [f"sources.0.path={renamed}"], ["sources.0.weight=0.4"]]
+    ):
+        folder = build(recipe, *overrides, f"work_dir={tmp_path}/{number}") / "s"
+        shards = held_out(folder)
+        rows = shards.rows(np.arange(shards.num_rows))
+        seen.append(np.bincount(rows.tokens, minlength=shards.vocab_size)[5:].tolist())
+    assert seen[0] == seen[1] == seen[2] == seen[3]
+
+
+def test_weights(tmp_path: Path) -> None:
+    text = write_texts(tmp_path / "text", files=60, sentences=12)
+    body = "shards: {s: {max_length: 64, objective: single, short_seq_prob: 0.0}}\n"
+    recipe = recipe_file(tmp_path, text, body)
+    rows = {}
+    for weight in (0.5, 1.0, 2.0, 2.5):
+        overrides = [
+            f"sources.0.weight={weight}",
+            f"work_dir={tmp_path}/{weight}",
+            "prep.held_out=0",
+        ]
+        rows[weight] = read_index(build(recipe, *overrides) / "s")["tokens"]
+    assert 0.3 < rows[0.5] / rows[1.0] < 0.7
+    assert 1.9 < rows[2.0] / rows[1.0] < 2.1
+    assert 2.2 < rows[2.5] / rows[1.0] < 2.8
+    again = build(recipe, "sources.0.weight=2.0", f"work_dir={tmp_path}/2.0", "prep.held_out=0")
+    shards = open_shards(again / "s")
+    assert len(set(row_set(shards))) > 0.9 * shards.num_rows  # repeats have draws of their own
+
+
+def test_b03_only_line_feeds_end_a_sentence(tmp_path: Path) -> None:
+    text = tmp_path / "lines.txt"
+    text.write_bytes("one\u2028two\u0085three\x0bfour\x0cfive\x1csix\r\nseven\n".encode())
+    recipe = recipe_file(tmp_path, text, "shards: {s: {max_length: 32}}\n")
+    source = f"sources=[{{kind: sentences, path: {text}}}]"
+    index = read_index(build(recipe, source, "prep.held_out=0") / "s")
+    assert index["sources"][0]["sentences"] == 2
+    assert index["rows"] == 1
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([*SPECIAL[:4], *LETTERS, *WORDS], "MASK"),
+        ([*SPECIAL, *LETTERS, "[SEP]", *WORDS], "SEP"),
+    ],
+)
+def test_b07_a_bad_vocabulary_is_refused_by_name(
+    tmp_path: Path, lines: list[str], message: str
+) -> None:
+    recipe = recipe_file(tmp_path, write_texts(tmp_path / "text"))
+    (tmp_path / "vocab.txt").write_text("\n".join(lines) + "\n")
+    with pytest.raises(UserError, match=message):
+        build(recipe)
+    assert not (tmp_path / "run" / "shards").exists()
+
+
+def test_b07_a_blank_last_line_shifts_no_id(tmp_path: Path) -> None:
+    text = write_texts(tmp_path / "text")
+    recipe = recipe_file(tmp_path, text)
+    straight = row_set(open_shards(build(recipe) / "len64"))
+    path = write_vocab(tmp_path / "vocab.txt")
+    path.write_text(path.read_text() + "\n")
+    assert row_set(open_shards(build(recipe, f"work_dir={tmp_path}/b") / "len64")) == straight
+
+
+def test_b09_counts_are_reported_for_a_single_document(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.mkdir()
+    (text / "a.txt").write_text("Maple leaves fall. Rakes come out. Piles grow.\n")
+    recipe = recipe_file(tmp_path, text, "shards: {s: {max_length: 64, short_seq_prob: 0.0}}\n")
+    index = read_index(build(recipe, "prep.held_out=0") / "s")
+    assert index["labels"][1] == 0 and index["rows"] >= 1
+
+
+def test_b09_single_documents_of_several_units_are_pooled(
+    tmp_path: Path, small_units: None
+) -> None:
+    """Each source is one document: their rows still get a random B, from the other source."""
+    for name in ("a", "b"):
+        write_texts(tmp_path / name, files=1, sentences=90, seed=ord(name))
+    both = f"sources=[{{kind: text, path: {tmp_path}/a}}, {{kind: text, path: {tmp_path}/b}}]"
+    recipe = recipe_file(tmp_path, tmp_path / "a")
+    index = read_index(build(recipe, both, "prep.held_out=0") / "len64")
+    assert min(index["labels"]) >= 4
+
+
+def test_b15_mask_cap(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    body = (
+        "shards: {a: {max_length: 128}, b: {max_length: 512}, c: {max_length: 512, mask_cap: 20}}\n"
+    )
+    folder = build(recipe_file(tmp_path, write_texts(tmp_path / "text"), body))
+    assert [open_shards(folder / n).mask_cap for n in "abc"] == [20, 77, 20]
+    said = capsys.readouterr().out
+    assert (
+        "shards.c.mask_cap=20 masks at most 3.9% of a row of 512, not 15%; 0 would give 77" in said
+    )
+
+
+def test_b23_another_length_or_vocabulary_is_refused(tmp_path: Path) -> None:
+    recipe = recipe_file(
+        tmp_path, write_texts(tmp_path / "text"), "shards: {s: {max_length: 128}}\n"
+    )
+    folder = build(recipe)
+    before = tree(folder)
+    with pytest.raises(UserError, match=r"shards\.max_length: 128 there, 512 now"):
+        build(recipe, "shards.s.max_length=512")
+    vocab = tmp_path / "vocab.txt"
+    vocab.write_text(vocab.read_text().replace("maple", "mapel"))
+    with pytest.raises(UserError, match="fingerprint: .* there, .* now"):
+        build(recipe)
+    shutil.rmtree(tmp_path / "run" / "vocab")
+    with pytest.raises(UserError, match=r"tokenizer\.fingerprint: .* there, .* now"):
+        build(recipe)
+    assert tree(folder) == before
+
+
+def test_b23_changed_text_or_code_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = write_texts(tmp_path / "text")
+    recipe = recipe_file(tmp_path, text)
+    build(recipe)
+    monkeypatch.setattr("data_prep.settings.code_digest", lambda: "other")
+    with pytest.raises(UserError, match=r"documents\.code: .* there, other now"):
+        build(recipe)
+    monkeypatch.undo()
+    (text / "005.txt").write_text("Something else stood here before.\n")
+    with pytest.raises(UserError, match=r"sources\.0 text\.content: .* there, .* now"):
+        build(recipe)
+
+
+def test_moved_text_is_not_stale(tmp_path: Path) -> None:
+    recipe = recipe_file(tmp_path, write_texts(tmp_path / "text"))
+    before = tree(build(recipe))
+    (tmp_path / "text").rename(tmp_path / "moved")
+    assert tree(build(recipe, f"sources.0.path={tmp_path}/moved")) == before
+
+
+def test_interrupted_set_of_other_settings_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = recipe_file(tmp_path, write_texts(tmp_path / "text"))
+
+    def fail(*_: object) -> None:
+        raise UserError("stopped")
+
+    monkeypatch.setattr(data_prep.pipeline, "_finish", fail)
+    with pytest.raises(UserError, match="stopped"):
+        build(recipe)
+    monkeypatch.undo()
+    with pytest.raises(UserError, match="seed: 7 there, 8 now"):
+        build(recipe, "seed=8")
+    build(recipe)
+
+
+@pytest.mark.parametrize("leave_half", [False, True])
+def test_stopped_at_every_single_publication(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_units: None, leave_half: bool
+) -> None:
+    """Stopped before each file in turn appears (with half of it left behind, as kill -9 does)."""
+    text = write_texts(tmp_path / "text", files=6)
+    recipe = recipe_file(tmp_path, text)
+    expected = tree(build(recipe, f"work_dir={tmp_path}/whole"))
+    publish = data_prep.shard_writer.publish
+    count = 0
+
+    def stop_at(limit: int) -> None:
+        nonlocal count
+        count = 0
+
+        def limited(path: Path, write: object) -> None:
+            nonlocal count
+            count += 1
+            if count == limit:
+                if leave_half:
+                    path.with_name(f".{path.name}.host.1.tmp").write_bytes(b"half")
+                raise KeyboardInterrupt
+            publish(path, write)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(data_prep.arrays, "publish", limited)
+        monkeypatch.setattr(data_prep.shard_writer, "publish", limited)
+
+    limit, finished = 0, False
+    while not finished:
+        limit += 1
+        stop_at(limit)
+        work = f"work_dir={tmp_path}/{limit}"
+        try:
+            build(recipe, work)
+            finished = True  # fewer publications than `limit`
+        except KeyboardInterrupt:
+            stop_at(1 << 30)
+            assert tree(build(recipe, work)) == expected
+    assert limit > 20 and tree(tmp_path / str(limit) / "shards") == expected
+
+
+def test_finished_work_is_not_done_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_units: None
+) -> None:
+    """After a stop before the end, the tokenised documents, rows and parts keep their times."""
+    recipe = recipe_file(tmp_path, write_texts(tmp_path / "text"))
+
+    def fail(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(data_prep.pipeline, "_finish", fail)
+    times = []
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            build(recipe)
+        files = [
+            p for p in (tmp_path / "run" / "shards").rglob("*") if p.suffix in (".arrays", ".arrow")
+        ]
+        times.append({p: p.stat().st_mtime_ns for p in files})
+    assert times[0] == times[1] and len(times[0]) > 8
+
+
+def test_damaged_intermediate_files_are_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_units: None
+) -> None:
+    recipe = recipe_file(tmp_path, write_texts(tmp_path / "text"))
+    expected = tree(build(recipe, f"work_dir={tmp_path}/whole"))
+    finish = data_prep.pipeline._finish
+
+    def fail(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(data_prep.pipeline, "_finish", fail)
+    with pytest.raises(KeyboardInterrupt):
+        build(recipe)
+    monkeypatch.setattr(data_prep.pipeline, "_finish", finish)
+    for path in (tmp_path / "run" / "shards").rglob("*.arr*"):
+        data = bytearray(path.read_bytes())
+        data[-3] ^= 1  # a flipped bit in every one
+        path.write_bytes(data)
+    assert tree(build(recipe)) == expected
+
+
+@pytest.mark.parametrize("lost", ["part-00000.arrow", "lengths.u16", "index.json", "held-out"])
+def test_what_is_missing_is_made_again(tmp_path: Path, lost: str) -> None:
+    recipe = recipe_file(tmp_path, write_texts(tmp_path / "text"))
+    folder = build(recipe) / "len64"
+    before = tree(folder)
+    if lost == "held-out":
+        shutil.rmtree(folder / lost)
+    else:
+        (folder / lost).unlink()
+    build(recipe)
+    assert tree(folder) == before
+
+
+def test_a_second_build_at_the_same_time_is_refused(tmp_path: Path) -> None:
+    recipe = recipe_file(tmp_path, write_texts(tmp_path / "text"))
+    shards = tmp_path / "run" / "shards"
+    held = data_prep.pipeline._lock(shards)
+    with pytest.raises(UserError, match="another build is running"):
+        build(recipe)
+    held.close()
+    build(recipe)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("shards.len64.max_length=4", r"shards\.len64\.max_length=4"),
+        ("shards.len64.objective=nps", "objective='nps'"),
+        ("shards.len64.dupe_factor=0", "dupe_factor=0"),
+        ("shards.len64.short_seq_prob=2", "short_seq_prob=2"),
+        ("shards.len64.mask_cap=64", "mask_cap=64"),
+        ("prep.held_out=1", r"held_out=1"),
+        ("prep.part_mb=0", "part_mb=0"),
+        ("prep.abbreviations=nowhere.txt", "nowhere.txt: no such file"),
+        ("sources.0.weight=0", r"sources\[0\]\.weight=0"),
+        ("sources=[]", "no sources"),
+    ],
+)
+def test_wrong_values_are_refused_by_name(tmp_path: Path, override: str, message: str) -> None:
+    recipe = recipe_file(tmp_path, write_texts(tmp_path / "text", files=2))
+    build(recipe)  # so that a vocabulary is there
+    with pytest.raises(UserError, match=message):
+        build(recipe, override)
+
+
+def test_static_masks_are_per_token(tmp_path: Path) -> None:
+    recipe = recipe_file(tmp_path, write_texts(tmp_path / "text", files=2))
+    with pytest.raises(UserError, match="static_masks with masking.kind=span"):
+        build(recipe, "shards.len64.static_masks=true", "masking.kind=span")
+
+
+def test_disk_need_is_told_and_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = recipe_file(tmp_path, write_texts(tmp_path / "text"))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=10_000))
+    with pytest.raises(UserError, match="needs about .* MB, only 0.01 MB are free"):
+        build(recipe)
+    assert "disk: the build needs about" in capsys.readouterr().out
+
+
+def test_text_without_rows_is_an_error(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.mkdir()
+    (text / "a.txt").write_text("One.\n")
+    with pytest.raises(UserError, match="not a single training row"):
+        build(recipe_file(tmp_path, text), "prep.held_out=0")
+    (text / "a.txt").write_text(" \n\n \n")
+    with pytest.raises(UserError, match="no document with text"):
+        build(recipe_file(tmp_path, text), f"work_dir={tmp_path}/b")
+
+
+def test_unknown_words_are_counted(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.mkdir()
+    (text / "a.txt").write_text(
+        "The 漢 stone fell. Then 漢 and 字 again. Stone and river met.\n" * 3
+    )
+    index = read_index(build(recipe_file(tmp_path, text), "prep.held_out=0") / "len64")
+    assert index["sources"][0]["unknowns"] == {"漢": 6, "字": 3}
+    assert index["sources"][0]["unknown_tokens"] == 9
+
+
+def test_groups_have_documents_for_a_random_b() -> None:
+    # (unit, source, documents, tokens, copies)
+    few = [(0, 0, 1, 10, 1), (1, 0, 1, 10, 1), (2, 1, 1, 10, 1), (3, 2, 50, 9 << 20, 1)]
+    groups = join_units(few)
+    assert [[e[0] for e in g] for g in groups] == [[0, 1, 2], [3]]
+    many = [(u, 0, 20, 1 << 20, 1) for u in range(5)] + [(5, 0, 2, 5, 1), (6, 1, 1, 5, 1)]
+    assert [[e[0] for e in g] for g in join_units(many)] == [[0], [1], [2], [3], [4, 5, 6]]
+    assert join_units([(0, 0, 1, 5, 1)]) == [[(0, 0, 1, 5, 1)]]
+    assert join_units([]) == []
+
+
+def test_difference_names_every_leaf() -> None:
+    assert difference({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"b": 1, "c": 5}, "e": 4}) == [
+        "a.c: 2 there, 5 now",
+        "d: 3 there, nothing now",
+        "e: nothing there, 4 now",
+    ]
