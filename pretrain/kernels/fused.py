@@ -5,6 +5,7 @@ from __future__ import annotations
 from pretrain.kernels.plain import LambTable, embedding
 from pretrain.kernels.triton_attention import attention
 from pretrain.kernels.triton_lamb import lamb_apply, lamb_moments
+from pretrain.kernels.triton_linear import forked_linear, linear
 from pretrain.kernels.triton_loss import linear_cross_entropy
 from pretrain.kernels.triton_pointwise import (
     bias_dropout_add_norm,
@@ -20,8 +21,10 @@ __all__ = [
     "bias_gelu",
     "dropout",
     "embedding",
+    "forked_linear",
     "lamb_apply",
     "lamb_moments",
     "layer_norm",
+    "linear",
     "linear_cross_entropy",
 ]

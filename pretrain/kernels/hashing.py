@@ -1,19 +1,22 @@
 """Counter-based dropout: which values are kept is a function of integers, not of a generator.
 
-    stream  = mix(seed ^ mix(site))                    one integer for a dropout place in a run
-    bits    = scramble(mix(token_key ^ stream) + mix(channel))
-    keep    = sixteen of the bits >= threshold(p)
+    stream = mix(seed ^ mix(site))                     one integer for a dropout place in a run
+    bits   = mix(token_key ^ stream) * (mix(channel) | 1) + mix(channel + GOLDEN)
+    keep   = bits >= threshold(p)
 
 so a mask is the same on CPU and GPU, for any tensor-parallel or data-parallel size and any
-micro-batch, and the backward pass and a resumed run regenerate it instead of storing it.
-Hidden dropout takes the upper sixteen bits, channel = the hidden index. Attention takes
-channel = (head // 2) * 65536 + key position: even heads the upper sixteen bits, odd heads the
-lower, so that one hash serves two heads. p is rounded to a multiple of 1/65536 (0.1 becomes
-0.100006), and kept values are divided by the rounded 1 - p: the expectation is exact.
+micro-batch, and the backward pass and a resumed run regenerate it instead of storing it. The
+channel is the hidden index, or head * 65536 + key position for attention probabilities.
 
-`mix` is the lowbias32 finaliser (two multiplications, three xor-shifts); `scramble` is the same
-without its last step, which only the lower bits need. All arithmetic is modulo 2**32; torch
-does it in wrapping int32, Triton in uint32, with equal results.
+`mix` is the lowbias32 finaliser. Only the two vectors are mixed; a value of the mask costs one
+multiply-add and one comparison, which matters: at length 512 a stronger hash of every value took
+as long as the attention itself. Multiply-shift hashing is pairwise nearly independent; means,
+pair, triple and four-point correlations and the largest singular value of such masks are those of
+random ones (tests/kernels). p is rounded to a multiple of 1/65536 (0.1 becomes 0.100006) and kept
+values are divided by the rounded 1 - p, so that the expectation is exact.
+
+All arithmetic is modulo 2**32: torch does it in wrapping int32, Triton in uint32, with equal
+results.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import torch
 MASK = 0xFFFFFFFF
 MULTIPLY_1 = 0x7FEB352D
 MULTIPLY_2 = 0x846CA68B
+GOLDEN = 0x9E3779B9
 HEAD_STRIDE = 65536
 
 
@@ -58,27 +62,29 @@ def signed(x: int) -> int:
     return x - (1 << 32) if x >= 1 << 31 else x
 
 
-def _scramble(x: torch.Tensor) -> torch.Tensor:
-    """In place on int32; the shifts are made logical by masking off the copied sign bits."""
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """`mix` on int32, in place; shifts are made logical by masking off the copied sign bits."""
     x ^= (x >> 16) & 0xFFFF
     x *= MULTIPLY_1
     x ^= (x >> 15) & 0x1FFFF
     x *= signed(MULTIPLY_2)
-    return x
-
-
-def _mix(x: torch.Tensor) -> torch.Tensor:
-    x = _scramble(x)
     x ^= (x >> 16) & 0xFFFF
     return x
 
 
+def _keep(token_keys: torch.Tensor, channels: torch.Tensor, p: float, seed: int, site: int):
+    """bool [*token_keys.shape, *channels.shape]"""
+    rows = _mix(token_keys.to(torch.int32) ^ signed(stream(seed, site)))
+    multiplier = _mix(channels.clone()) | 1
+    bits = rows.reshape(*rows.shape, *[1] * channels.dim()) * multiplier
+    bits += _mix(channels + signed(GOLDEN))
+    return ((bits >> 16) & 0xFFFF) >= threshold(p)
+
+
 def hidden_keep(token_keys: torch.Tensor, channels: int, p: float, seed: int, site: int):
     """bool [T, channels]: True where hidden dropout keeps a value."""
-    rows = _mix(token_keys.to(torch.int32) ^ signed(stream(seed, site)))
-    columns = _mix(torch.arange(channels, dtype=torch.int32, device=token_keys.device))
-    bits = _scramble(rows[:, None] + columns[None, :])
-    return ((bits >> 16) & 0xFFFF) >= threshold(p)
+    columns = torch.arange(channels, dtype=torch.int32, device=token_keys.device)
+    return _keep(token_keys, columns, p, seed, site)
 
 
 def attention_keep(
@@ -95,13 +101,6 @@ def attention_keep(
     heads: how many this rank holds; first_head: the global index of its first; positions: of keys.
     """
     device = token_keys.device
-    rows = _mix(token_keys.to(torch.int32) ^ signed(stream(seed, site)))
-    keys = torch.arange(positions, dtype=torch.int32, device=device)
-    first_pair = first_head // 2
-    pairs = torch.arange(first_pair, (first_head + heads + 1) // 2, dtype=torch.int32)
-    columns = _mix(pairs.to(device)[:, None] * HEAD_STRIDE + keys)
-    bits = _scramble(rows[..., None, None] + columns)
-    upper = (bits >> 16) & 0xFFFF
-    both = torch.stack((upper, (bits & 0xFFFF) ^ upper), dim=-2).flatten(-3, -2)
-    offset = first_head - 2 * first_pair
-    return both[..., offset : offset + heads, :] >= threshold(p)
+    head = torch.arange(first_head, first_head + heads, dtype=torch.int32, device=device)
+    position = torch.arange(positions, dtype=torch.int32, device=device)
+    return _keep(token_keys, head[:, None] * HEAD_STRIDE + position, p, seed, site)

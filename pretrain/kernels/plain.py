@@ -50,6 +50,19 @@ def bias_dropout_add_norm(
     return layer_norm(summed, weight, norm_bias, eps)
 
 
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x weight^T + bias; x [T, in], weight [out, in]."""
+    return F.linear(x, weight, bias)
+
+
+def forked_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(linear(x, weight, bias), x): for an input that goes on beside the product, as a residual.
+
+    The fused version adds the residual's gradient inside the product of the backward pass.
+    """
+    return F.linear(x, weight, bias), x
+
+
 def embedding(ids: Tensor, weight: Tensor) -> Tensor:
     """weight[ids]; ids int64 [T], weight [V, H] -> [T, H]."""
     return F.embedding(ids, weight)
@@ -69,7 +82,11 @@ def attention(
     """softmax(q k^T / sqrt(d)) v inside each packed row, with dropout of the probabilities.
 
     Args:
-        qkv: [T, 3, heads, d] of this rank's heads. bias: added to it, [3, heads, d].
+        qkv: [T, 3, heads, d] of this rank's heads.
+        bias: [3, heads, d], which qkv includes already but detached: its gradient, the sum of
+            qkv's over the tokens, is collected here. (The fused kernel has it at hand, while on
+            its own it is one more pass over memory.) That of the key's is zero in exact
+            arithmetic and may be returned as zero.
         cu_seqlens: int32 [R + 1], where rows start; rows may be empty; none is longer than
             `max_length`; the last entry is T.
         first_head: global index of this rank's first head (dropout must not depend on tp).
@@ -77,7 +94,7 @@ def attention(
         [T, heads * d]
     """
     if bias is not None:
-        qkv = qkv + bias
+        qkv = qkv + (bias - bias.detach())
     tokens, _, heads, width = qkv.shape
     lengths = cu_seqlens.diff().long()
     rows, device = len(lengths), qkv.device

@@ -1,4 +1,4 @@
-"""The dropout hash of `hashing.py` in Triton (uint32), and small helpers the kernels share."""
+"""The dropout hash of `hashing.py` in Triton (uint32)."""
 
 from __future__ import annotations
 
@@ -7,36 +7,28 @@ import triton.language as tl
 
 
 @triton.jit
-def scramble(x):
+def mix(x):
     x = x ^ (x >> 16)
     x = x * 0x7FEB352D
     x = x ^ (x >> 15)
-    return x * 0x846CA68B
-
-
-@triton.jit
-def mix(x):
-    x = scramble(x)
+    x = x * 0x846CA68B
     return x ^ (x >> 16)
 
 
 @triton.jit
 def row_hash(token_keys, stream):
-    """token_keys int32 tensor, stream int32 scalar -> uint32 tensor."""
+    """token_keys int32, stream int32 scalar -> uint32."""
     return mix((token_keys ^ stream).to(tl.uint32, bitcast=True))
 
 
 @triton.jit
-def hidden_keep(rows, columns, THRESHOLD: tl.constexpr):
-    """rows, columns: hashes, broadcast against each other."""
-    return (scramble(rows + columns) >> 16) >= THRESHOLD
+def channel_hash(channels):
+    """int32 -> (multiplier, offset), uint32."""
+    channels = channels.to(tl.uint32)
+    return mix(channels) | 1, mix(channels + 0x9E3779B9)
 
 
 @triton.jit
-def attention_keep(rows, columns, odd_head, THRESHOLD: tl.constexpr):
-    """odd_head: scalar 0 or 1; even heads take the upper sixteen bits, odd ones the lower."""
-    bits = scramble(rows + columns)
-    upper = bits >> 16
-    if odd_head == 1:
-        upper = (bits ^ upper) & 0xFFFF
-    return upper >= THRESHOLD
+def keep(rows, multiplier, offset, THRESHOLD: tl.constexpr):
+    """Hashes, broadcast against each other -> bool."""
+    return rows * multiplier + offset >= THRESHOLD * 65536

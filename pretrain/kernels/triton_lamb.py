@@ -14,7 +14,7 @@ import triton.language as tl
 from pretrain.kernels.plain import LambTable
 
 Tensor = torch.Tensor
-CHUNK = 16384
+CHUNK = 4096
 BLOCK = 1024
 
 

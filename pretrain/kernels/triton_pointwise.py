@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from pretrain.kernels.hashing import keep_scale, signed, stream, threshold
-from pretrain.kernels.triton_hash import hidden_keep, mix, row_hash
+from pretrain.kernels.triton_hash import channel_hash, keep, row_hash
 
 Tensor = torch.Tensor
 
@@ -32,7 +32,7 @@ def _norm_forward(
     if BIAS:
         b = tl.load(bias + column, mask=valid, other=0.0).to(tl.float32)
     if THRESHOLD > 0:
-        columns = mix(column.to(tl.uint32))
+        multiplier, shift = channel_hash(column)
     for t in range(tl.program_id(0), tokens, tl.num_programs(0)):
         offset = (tl.full([], 0, tl.int64) + t) * H + column
         z = tl.load(x + offset, mask=valid, other=0.0).to(tl.float32)
@@ -42,7 +42,7 @@ def _norm_forward(
             z += b
         if THRESHOLD > 0:
             rows = row_hash(tl.load(token_keys + t), stream)
-            z = tl.where(hidden_keep(rows, columns, THRESHOLD), z * KEEP_SCALE, 0.0)
+            z = tl.where(keep(rows, multiplier, shift, THRESHOLD), z * KEEP_SCALE, 0.0)
         if RESIDUAL:
             # Rounded as it is kept for the backward pass, so that both see one value.
             z = (z + r).to(summed.dtype.element_ty)
@@ -66,7 +66,7 @@ def _norm_backward(
     valid = column < H
     w = tl.load(weight + column, mask=valid, other=0.0).to(tl.float32)
     if THRESHOLD > 0:
-        columns = mix(column.to(tl.uint32))
+        multiplier, shift = channel_hash(column)
     sum_w = tl.zeros([BLOCK], tl.float32)
     sum_nb = tl.zeros([BLOCK], tl.float32)
     sum_b = tl.zeros([BLOCK], tl.float32)
@@ -84,7 +84,7 @@ def _norm_backward(
         if THRESHOLD > 0:
             tl.store(grad_residual + offset, dz.to(grad_residual.dtype.element_ty), mask=valid)
             rows = row_hash(tl.load(token_keys + t), stream)
-            dz = tl.where(hidden_keep(rows, columns, THRESHOLD), dz * KEEP_SCALE, 0.0)
+            dz = tl.where(keep(rows, multiplier, shift, THRESHOLD), dz * KEEP_SCALE, 0.0)
         tl.store(grad_x + offset, dz.to(grad_x.dtype.element_ty), mask=valid)
         if BIAS:
             sum_b += dz
@@ -127,7 +127,7 @@ class _Norm(torch.autograd.Function):
         salt, p, bias, norm_bias_dtype, has_residual = ctx.rest
         tokens, hidden = summed.shape
         block = triton.next_power_of_2(hidden)
-        programs = _programs(summed.device, 4)
+        programs = _programs(summed.device, 8)
         partial = torch.empty(programs, 3, hidden, dtype=torch.float32, device=summed.device)
         grad_x = torch.empty_like(summed)
         grad_residual = torch.empty_like(summed) if p > 0 else grad_x
@@ -135,7 +135,7 @@ class _Norm(torch.autograd.Function):
             grad.contiguous(), summed, weight, means, scales,
             summed if token_keys is None else token_keys, grad_x, grad_residual, partial, tokens, salt,
             H=hidden, BLOCK=block, BIAS=bias is not None, THRESHOLD=threshold(p),
-            KEEP_SCALE=keep_scale(p), num_warps=max(1, min(8, block // 256)),
+            KEEP_SCALE=keep_scale(p), num_warps=max(1, min(8, block // 1024)),
         )  # fmt: skip
         sums = partial[:, : 2 if bias is None else 3].sum(0)
         return (
@@ -226,8 +226,8 @@ class _BiasGelu(torch.autograd.Function):
     def forward(ctx: Any, x, bias):
         tokens, channels = x.shape
         y = torch.empty_like(x)
-        grid = (triton.cdiv(tokens, 4), triton.cdiv(channels, 1024))
-        _gelu_forward[grid](x, bias, y, tokens, C=channels, ROWS=4, BLOCK=1024, num_warps=4)
+        grid = (triton.cdiv(tokens, 2), triton.cdiv(channels, 1024))
+        _gelu_forward[grid](x, bias, y, tokens, C=channels, ROWS=2, BLOCK=1024, num_warps=4)
         ctx.save_for_backward(x, bias)
         return y
 
@@ -235,13 +235,13 @@ class _BiasGelu(torch.autograd.Function):
     def backward(ctx: Any, grad):
         x, bias = ctx.saved_tensors
         tokens, channels = x.shape
-        each = 64
+        each = 128
         chunks = triton.cdiv(tokens, each)
         partial = torch.empty(chunks, channels, dtype=torch.float32, device=x.device)
         grad_x = torch.empty_like(x)
         _gelu_backward[(chunks, triton.cdiv(channels, 1024))](
             grad.contiguous(), x, bias, grad_x, partial, tokens, each,
-            C=channels, ROWS=4, BLOCK=1024, num_warps=4,
+            C=channels, ROWS=2, BLOCK=1024, num_warps=4,
         )  # fmt: skip
         return grad_x, partial.sum(0).to(bias.dtype)
 
@@ -267,9 +267,10 @@ def _dropout(
     offset = (tl.full([], 0, tl.int64) + t) * H + column
     value = tl.load(x + offset, mask=column < H, other=0.0).to(tl.float32)
     rows = row_hash(tl.load(token_keys + t), stream)
-    keep = hidden_keep(rows, mix(column.to(tl.uint32)), THRESHOLD)
+    multiplier, shift = channel_hash(column)
+    kept = keep(rows, multiplier, shift, THRESHOLD)
     tl.store(
-        y + offset, tl.where(keep, value * KEEP_SCALE, 0.0).to(y.dtype.element_ty), mask=column < H
+        y + offset, tl.where(kept, value * KEEP_SCALE, 0.0).to(y.dtype.element_ty), mask=column < H
     )
 
 

@@ -80,12 +80,13 @@ class SelfAttention(nn.Module):
         self.qkv = s.layers.column(s.config.hidden_size, 3 * s.config.hidden_size)
         self.heads = s.config.num_heads // s.layers.tp
 
-    def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
-        """[T, H] -> [T, H / tp]"""
+    def forward(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        """[T, H] -> (heads' results [T, H / tp], x)"""
         s = self.s
-        qkv = self.qkv(x)
+        # The bias is added by the product, its gradient comes out of the attention.
+        qkv, x = self.qkv.fork(x, s.kernels, self.qkv.bias.detach())
         size = s.config.hidden_size // s.config.num_heads
-        return s.kernels.attention(
+        heads = s.kernels.attention(
             qkv.view(qkv.shape[0], 3, self.heads, size),
             tokens.cu_seqlens,
             tokens.max_length,
@@ -96,6 +97,7 @@ class SelfAttention(nn.Module):
             s.layers.rank * self.heads,
             self.qkv.bias.view(3, self.heads, size),
         )
+        return heads, x
 
 
 class Output(nn.Module):
@@ -110,7 +112,7 @@ class Output(nn.Module):
     def forward(self, x: Tensor, residual: Tensor, tokens: Tokens) -> Tensor:
         s = self.s
         return s.kernels.bias_dropout_add_norm(
-            self.dense(x),
+            self.dense(x, s.kernels),
             self.dense.bias,
             residual,
             self.LayerNorm.weight,
@@ -129,8 +131,13 @@ class Attention(nn.Module):
         self.self = SelfAttention(s, index)
         self.output = Output(s, s.config.hidden_size, index * 4 + 1)
 
-    def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
-        return self.output(self.self(x, tokens), x, tokens)
+    def forward(self, x: Tensor, tokens: Tokens, only: Tensor | None) -> tuple[Tensor, Tokens]:
+        """[T, H] -> [T, H], or those of the tokens `only`; and what is known of these tokens."""
+        heads, x = self.self(x, tokens)
+        if only is not None:
+            heads, x = heads.index_select(0, only), x.index_select(0, only)
+            tokens = tokens._replace(local_keys=tokens.local_keys.index_select(0, only))
+        return self.output(heads, x, tokens), tokens
 
 
 class Intermediate(nn.Module):
@@ -139,8 +146,10 @@ class Intermediate(nn.Module):
         self.s = s
         self.dense = s.layers.column(s.config.hidden_size, s.config.intermediate_size)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.s.kernels.bias_gelu(self.dense(x), self.dense.bias)
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[T, H] -> (GELU(x W^T + bias) [T, I / tp], x)"""
+        inner, x = self.dense.fork(x, self.s.kernels)
+        return self.s.kernels.bias_gelu(inner, self.dense.bias), x
 
 
 class Layer(nn.Module):
@@ -150,9 +159,10 @@ class Layer(nn.Module):
         self.intermediate = Intermediate(s)
         self.output = Output(s, s.config.intermediate_size, index * 4 + 2)
 
-    def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
-        x = self.attention(x, tokens)
-        return self.output(self.intermediate(x), x, tokens)
+    def forward(self, x: Tensor, tokens: Tokens, only: Tensor | None = None) -> Tensor:
+        x, tokens = self.attention(x, tokens, only)
+        inner, x = self.intermediate(x)
+        return self.output(inner, x, tokens)
 
 
 class Encoder(nn.Module):
@@ -166,8 +176,8 @@ class Pooler(nn.Module):
         super().__init__()
         self.dense = Linear(s.config.hidden_size, s.config.hidden_size)
 
-    def forward(self, first: Tensor) -> Tensor:
-        return torch.tanh(self.dense(first) + self.dense.bias)
+    def forward(self, first: Tensor, kernels: Any) -> Tensor:
+        return torch.tanh(self.dense(first, kernels) + self.dense.bias)
 
 
 class BertModel(nn.Module):
@@ -181,21 +191,37 @@ class BertModel(nn.Module):
         if s.config.nsp_head:
             self.pooler = Pooler(s)
 
-    def forward(self, ids: Tensor, types: Tensor, positions: Tensor, tokens: Tokens) -> Tensor:
-        return self.states(ids, types, positions, tokens)[-1]
+    def forward(
+        self, ids: Tensor, types: Tensor, positions: Tensor, tokens: Tokens, only: Tensor
+    ) -> Tensor:
+        """Hidden states [len(only), H] of the tokens `only`: behind the last attention nothing
+        else is computed."""
+        if not self.s.layers.sequence_parallel:
+            return self.states(ids, types, positions, tokens, only=only)[-1]
+        return self.states(ids, types, positions, tokens)[-1].index_select(0, only)
 
     def states(
-        self, ids: Tensor, types: Tensor, positions: Tensor, tokens: Tokens, every: bool = False
+        self,
+        ids: Tensor,
+        types: Tensor,
+        positions: Tensor,
+        tokens: Tokens,
+        every: bool = False,
+        only: Tensor | None = None,
     ) -> list[Tensor]:
         """The last hidden state; every=True: all, the embeddings' first, as HF's hidden_states."""
         x = self.embeddings(ids, types, positions, tokens)
         states = [x]
-        for layer in self.encoder.layer:
+        last = len(self.encoder.layer) - 1
+        for number, layer in enumerate(self.encoder.layer):
+            wanted = only if number == last else None
             if self.recompute and torch.is_grad_enabled():
                 # Dropout is a function of counters, so there is no generator state to restore.
-                x = checkpoint(layer, x, tokens, use_reentrant=False, preserve_rng_state=False)
+                x = checkpoint(
+                    layer, x, tokens, wanted, use_reentrant=False, preserve_rng_state=False
+                )
             else:
-                x = layer(x, tokens)
+                x = layer(x, tokens, wanted)
             states = [*states, x] if every else [x]
         return [self.s.layers.whole(state) for state in states]
 
@@ -209,7 +235,7 @@ class HeadTransform(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         k, norm = self.s.kernels, self.LayerNorm
-        x = k.bias_gelu(self.dense(x), self.dense.bias)
+        x = k.bias_gelu(self.dense(x, k), self.dense.bias)
         return k.layer_norm(x, norm.weight, norm.bias, self.s.config.layer_norm_eps)
 
 
@@ -289,11 +315,13 @@ class BertForPreTraining(nn.Module):
         next_sentence_labels: Tensor,
         row_weights: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """`forward` on bare tensors: the part that torch.compile takes whole, without a break."""
+        """`forward` on bare tensors."""
         s = self.s
         tokens = Tokens(cu_seqlens, max_length, keys, s.layers.chunk(keys), self.training)
-        hidden = self.bert(ids, types, positions, tokens)
-        scored = self.cls.predictions.transform(hidden[masked_positions])
+        wanted = torch.cat((masked_positions, first_positions))
+        hidden = self.bert(ids, types, positions, tokens, wanted)
+        scored, first = hidden.split((len(masked_positions), len(first_positions)))
+        scored = self.cls.predictions.transform(scored)
         weight = self.bert.embeddings.word_embeddings.weight
         mlm_sum, mlm_correct = s.kernels.linear_cross_entropy(
             s.layers.before_vocabulary(scored),
@@ -308,15 +336,15 @@ class BertForPreTraining(nn.Module):
         if not s.config.nsp_head:
             zero = torch.zeros_like(mlm_sum)
             return mlm_sum, zero, mlm_correct, zero
-        logits = self.nsp_logits(hidden[first_positions]).float()
+        logits = self.nsp_logits(first).float()
         losses = F.cross_entropy(logits, next_sentence_labels, reduction="none")
         hits = (logits.argmax(-1) == next_sentence_labels).float()
         return mlm_sum, (losses * row_weights).sum(), mlm_correct, (hits * row_weights).sum()
 
     def nsp_logits(self, first: Tensor) -> Tensor:
         """Hidden states of [CLS] [N, H] -> [N, 2]; index 0: B follows A."""
-        head = self.cls.seq_relationship
-        return head(self.bert.pooler(first)) + head.bias
+        head, kernels = self.cls.seq_relationship, self.s.kernels
+        return head(self.bert.pooler(first, kernels), kernels) + head.bias
 
     def encode(self, micro: MicroBatch) -> Tensor:
         """Hidden states [T, H] of every token, whole on every rank."""

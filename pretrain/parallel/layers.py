@@ -1,8 +1,9 @@
 """The layer classes that a model is built from: plain ones, and tensor-parallel ones.
 
 A linear returns x W^T *without* its bias, which the model hands to the fused kernel that comes
-next. Sharded parameters carry `tensor_model_parallel` and `partition_dim`, as Megatron-core's do.
-The collectives are Megatron-core's autograd mappings; with tp 1 there is none and no copy.
+next; the product itself is one of the kernels given to it. Sharded parameters carry `tensor_model_parallel` and `partition_dim`, as Megatron-core's do.
+The collectives are Megatron-core's autograd mappings (those of sequence parallelism our own, see
+`sequence.py`); with tp 1 there is none and no copy.
 
 With sequence parallelism (2205.05198) activations between a row and the next column layer are
 [T / tp, H]: every rank holds a contiguous T / tp of the tokens.
@@ -14,8 +15,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from pretrain.parallel.sequence import gather_tokens, reduce_scatter_tokens
 
 Lookup = Callable[[Tensor, Tensor], Tensor]
 
@@ -25,15 +27,19 @@ def _empty(*shape: int) -> nn.Parameter:
 
 
 class Linear(nn.Module):
-    """weight [out, in], bias [out]; forward gives [..., out] without the bias."""
+    """weight [out, in], bias [out]; forward gives [T, out] without the bias."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__()
         self.weight = _empty(out_features, in_features)
         self.bias = _empty(out_features)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight)
+    def forward(self, x: Tensor, kernels: Any) -> Tensor:
+        return kernels.linear(x, self.weight)
+
+    def fork(self, x: Tensor, kernels: Any, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(x W^T + bias, x), for an input that is also the residual."""
+        return kernels.forked_linear(x, self.weight, bias)
 
 
 class Embedding(nn.Module):
@@ -124,13 +130,7 @@ class TensorParallelLayers(PlainLayers):
         return x[self.rank * size : (self.rank + 1) * size]
 
     def whole(self, x: Tensor) -> Tensor:
-        if not self.sequence_parallel:
-            return x
-        from megatron.core.tensor_parallel import mappings
-
-        return mappings.gather_from_sequence_parallel_region(
-            x, tensor_parallel_output_grad=False, group=self.group
-        )
+        return gather_tokens(x, self.group, alike=True) if self.sequence_parallel else x
 
     def before_vocabulary(self, x: Tensor) -> Tensor:
         from megatron.core.tensor_parallel import mappings
@@ -161,12 +161,16 @@ class ColumnLinear(Linear):
         _sharded(self.weight, 0)
         _sharded(self.bias, 0)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, kernels: Any, bias: Tensor | None = None) -> Tensor:
         if self._sequence:
-            x = self._mappings.gather_from_sequence_parallel_region(x, group=self._group)
+            x = gather_tokens(x, self._group)
         else:
             x = self._mappings.copy_to_tensor_model_parallel_region(x, group=self._group)
-        return F.linear(x, self.weight)
+        return kernels.linear(x, self.weight, bias)
+
+    def fork(self, x: Tensor, kernels: Any, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        # The product's gradient must be summed over ranks before the residual's is added.
+        return self(x, kernels, bias), x
 
 
 class RowLinear(Linear):
@@ -177,10 +181,10 @@ class RowLinear(Linear):
         self._mappings, self._group, self._sequence = _mappings(layers)
         _sharded(self.weight, 1)
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.linear(x, self.weight)
+    def forward(self, x: Tensor, kernels: Any) -> Tensor:
+        y = kernels.linear(x, self.weight)
         if self._sequence:
-            return self._mappings.reduce_scatter_to_sequence_parallel_region(y, group=self._group)
+            return reduce_scatter_tokens(y, self._group)
         return self._mappings.reduce_from_tensor_model_parallel_region(y, group=self._group)
 
 
@@ -199,7 +203,7 @@ class VocabularyEmbedding(Embedding):
         x = lookup(local.masked_fill(outside, 0), self.weight)
         x = x.masked_fill(outside[:, None], 0.0)
         if self._sequence:
-            return self._mappings.reduce_scatter_to_sequence_parallel_region(x, group=self._group)
+            return reduce_scatter_tokens(x, self._group)
         return self._mappings.reduce_from_tensor_model_parallel_region(x, group=self._group)
 
 

@@ -47,7 +47,13 @@ def compare(function: str, dtype: torch.dtype, inputs: list, rest: dict, wide: t
     expected = torch.autograd.grad(oracle, exact, upstream.double())
     for i, (a, b) in enumerate(zip(gradients, expected)):
         assert a.isfinite().all(), i
-        close(a, b, TOLERANCE[dtype])
+        if function == "attention" and i == 1:
+            # The key bias has no true gradient (softmax does not see it): zero, or rounding noise.
+            assert a[1].norm() == 0 and b[1].norm() <= 1e-9 * b[2].norm()
+            # Sums over tokens of what is rounded before: looser in low precision.
+            close(a, b, 3 * TOLERANCE[dtype])
+        else:
+            close(a, b, TOLERANCE[dtype])
 
 
 def keys(tokens: int) -> torch.Tensor:
@@ -83,7 +89,7 @@ def test_attention(lengths, longest, p, dtype, first_head, with_bias):
     tokens, heads, width = sum(lengths), 2, 16 if INTERPRETED else 64
     inputs = [torch.randn(tokens, 3, heads, width, device=DEVICE)]
     if with_bias:
-        inputs.append(torch.randn(3, heads, width, device=DEVICE))
+        inputs.append(torch.zeros(3, heads, width, device=DEVICE))
     rows, token_keys = lengths_to_rows(lengths), keys(tokens)
 
     def rest(x):
@@ -101,20 +107,32 @@ def test_attention_of_rows_longer_than_a_tile():
 
     lengths = [40, 3, 0, 32]
     rows, token_keys = lengths_to_rows(lengths), keys(75)
-    qkv = torch.randn(75, 3, 2, 16)
-    bias = torch.randn(3, 2, 16)
-    rest = (rows, 48, token_keys, 0.1, 4, 99, 0)
+    qkv, bias = torch.randn(75, 3, 2, 16), torch.zeros(3, 2, 16)
+    rest = (0.1, 4, 99, 0)
     tiles = {"BLOCK_M": 16, "BLOCK_N": 16}
-    out, log_sums = triton_attention.forward(qkv, bias, *rest, **tiles)
+    out, log_sums = triton_attention.forward(qkv, rows, 48, token_keys, *rest, short=16, **tiles)
     exact, exact_bias = qkv.double().requires_grad_(), bias.double().requires_grad_()
-    oracle = plain.attention(exact, *rest, bias=exact_bias)
+    oracle = plain.attention(exact, rows, 48, token_keys, *rest, bias=exact_bias)
     close(out, oracle, 2e-5)
     upstream = torch.randn_like(out)
-    ours = triton_attention.backward(
-        upstream, qkv, bias, rows, 48, token_keys, out, log_sums, 0.1, 4, 99, 0, **tiles
+    grad_qkv, grad_bias = triton_attention.backward(
+        upstream,
+        qkv,
+        True,
+        rows,
+        48,
+        token_keys,
+        out,
+        log_sums,
+        *rest,
+        short=16,
+        queries=tiles,
+        keys=tiles,
     )
-    for a, b in zip(ours, torch.autograd.grad(oracle, (exact, exact_bias), upstream.double())):
-        close(a, b, 2e-5)
+    expected, expected_bias = torch.autograd.grad(oracle, (exact, exact_bias), upstream.double())
+    close(grad_qkv, expected, 2e-5)
+    for part in (0, 2):
+        close(grad_bias[part], expected_bias[part], 2e-5)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -238,3 +256,36 @@ def test_masks_are_those_of_the_specification(heads, first_head):
     )
     assert torch.equal(ours > 0, oracle > 0)
     assert 0.3 < (oracle > 0).float().mean() < 0.7
+
+
+@pytest.mark.parametrize("dtype", [t for t in TYPES if t != torch.float32] or TYPES)
+@pytest.mark.parametrize("fork", [False, True])
+def test_linear_adds_to_the_main_gradient(dtype, fork):
+    """Weight gradients go into `main_grad`, the residual's into the input's, else as torch's."""
+    function = fused.forked_linear if fork else fused.linear
+    x, weight, bias = (torch.randn(*s, device=DEVICE) for s in ((24, 32), (16, 32), (16,)))
+    parameter = torch.nn.Parameter(weight.to(dtype))
+    arrived = []
+    if not INTERPRETED:
+        parameter.main_grad = torch.ones(16, 32, device=DEVICE)
+        parameter.main_grad_arrived = lambda: arrived.append(1)
+    fast, fast_bias = (t.to(dtype).requires_grad_() for t in (x, bias))
+    exact, exact_weight, exact_bias = (
+        t.to(dtype).double().requires_grad_() for t in (x, weight, bias)
+    )
+    up, beside = torch.randn(24, 16, device=DEVICE), torch.randn(24, 32, device=DEVICE)
+    oracle = exact @ exact_weight.t() + exact_bias
+    outputs = [(oracle, up), (exact, beside)] if fork else [(oracle, up)]
+    sum((a * b.to(dtype).double()).sum() for a, b in outputs).backward()
+    y = function(fast, parameter, fast_bias)
+    y, rest = y if fork else (y, None)
+    close(y, oracle, TOLERANCE[dtype])
+    loss = (y * up.to(dtype)).sum() + ((rest * beside.to(dtype)).sum() if fork else 0)
+    loss.backward()
+    close(fast.grad, exact.grad, TOLERANCE[dtype])
+    close(fast_bias.grad, exact_bias.grad, TOLERANCE[dtype])
+    if INTERPRETED:
+        close(parameter.grad, exact_weight.grad, TOLERANCE[dtype])
+    else:
+        assert arrived == [1] and parameter.grad is None
+        close(parameter.main_grad - 1, exact_weight.grad, TOLERANCE[dtype])

@@ -1,0 +1,213 @@
+"""What the GPU benches share: fixed-length micro-batches, timing, our training step, ceilings."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from configs.model import ModelConfig, model_flops, resolve_model
+from configs.schema import Recipe
+from pretrain.data.batches import MicroBatch
+
+VOCAB = 30522
+MICRO_BATCHES = 8  # micro-batches a step
+
+
+def commit() -> str:
+    run = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    return run.stdout.strip() or "unknown"
+
+
+def card() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+
+
+def large() -> ModelConfig:
+    return resolve_model(ModelConfig(preset="bert-large", vocab_size=VOCAB))
+
+
+def fixed_rows(
+    length: int, masked: int, tokens: int, seed: int = 0, device: str = "cuda"
+) -> MicroBatch:
+    """A micro-batch of random tokens: tokens / length rows, each full, `masked` predictions each."""
+    g = torch.Generator().manual_seed(seed)
+    rows = tokens // length
+    ids = torch.randint(1000, VOCAB, (rows, length), generator=g)
+    positions = torch.arange(length).repeat(rows, 1)
+    places = torch.stack([torch.randperm(length, generator=g)[:masked] for _ in range(rows)])
+    flat = (places + torch.arange(rows)[:, None] * length).sort().values.flatten()
+    labels = torch.randint(1000, VOCAB, (rows * masked,), generator=g)
+    micro = MicroBatch(
+        input_ids=ids.flatten(),
+        position_ids=positions.flatten(),
+        token_type_ids=(positions >= length // 2).long().flatten(),
+        token_keys=torch.randint(-(2**31), 2**31, (tokens,), generator=g).int(),
+        cu_seqlens=torch.arange(rows + 1, dtype=torch.int32) * length,
+        masked_positions=flat,
+        masked_labels=labels,
+        masked_weights=torch.ones(rows * masked),
+        first_positions=torch.arange(rows) * length,
+        next_sentence_labels=torch.randint(0, 2, (rows,), generator=g),
+        row_weights=torch.ones(rows),
+        max_length=length,
+        tokens=tokens,
+        rows=rows,
+        masked=rows * masked,
+        sum_squared_lengths=rows * length * length,
+    )
+    return micro.map(lambda t: t.to(device))
+
+
+def flops(config: ModelConfig, micros: list[MicroBatch]) -> float:
+    return sum(
+        model_flops(config, m.tokens, m.sum_squared_lengths, m.masked, m.rows) for m in micros
+    )
+
+
+def median_ms(step: Callable[[], Any], repeats: int, warmup: int = 2) -> float:
+    """Median time of `step` by CUDA events."""
+    for _ in range(warmup):
+        step()
+    pairs = []
+    for _ in range(repeats):
+        pair = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        pair[0].record()
+        step()
+        pair[1].record()
+        pairs.append(pair)
+    torch.cuda.synchronize()
+    return statistics.median(a.elapsed_time(b) for a, b in pairs)
+
+
+class Training:
+    """Our trainer's model, engine and LAMB on one GPU, without its loop.
+
+    `step(micros)` is a whole update; with the loss of `losses` the parity of variants is checked.
+    """
+
+    def __init__(self, config: ModelConfig, precision: str, kernels: str = "auto") -> None:
+        from pretrain.engine import LeanEngine
+        from pretrain.kernels import select
+        from pretrain.model import build
+        from pretrain.parallel.groups import SINGLE
+
+        device = torch.device("cuda")
+        recipe = Recipe()
+        recipe.train.precision = precision
+        chosen = select(kernels, device)
+        model, pieces = build(config, kernels=chosen, seed=1)
+        model = model.to(device).train()
+        self.engine = LeanEngine(recipe, model, pieces, SINGLE, chosen, device)
+        self.model = model
+        self.run: Callable[..., Any] = model
+        self.losses: list[torch.Tensor] = []
+
+    def micro(self, micro: MicroBatch, last: bool, share: float) -> None:
+        sums = self.run(micro)
+        loss = sums.mlm_sum * (share / micro.masked) + sums.nsp_sum * (share / micro.rows)
+        self.losses.append(loss.detach())
+        self.engine.backward(loss, last)
+
+    def step(self, micros: list[MicroBatch], lr: float = 1e-4) -> None:
+        for i, micro in enumerate(micros):
+            self.micro(micro, i == len(micros) - 1, 1 / len(micros))
+        self.engine.step(lr)
+
+    def last_loss(self, micros: int) -> float:
+        return float(sum(self.losses[-micros:]))
+
+
+def matmul_rate(m: int, n: int, k: int, repeats: int = 20) -> float:
+    """TFLOP/s of torch's bf16 a [m, k] @ b [n, k]^T on random data."""
+    a = torch.randn(m, k, device="cuda").bfloat16()
+    b = torch.randn(n, k, device="cuda").bfloat16()
+    return 2e-9 * m * n * k / median_ms(lambda: a @ b.t(), repeats)
+
+
+def fp8_rate(m: int, n: int, k: int, repeats: int = 20) -> float:
+    """TFLOP/s of torch._scaled_mm, e4m3 with one scale a tensor and bf16 output."""
+    a = torch.randn(m, k, device="cuda").to(torch.float8_e4m3fn)
+    b = torch.randn(n, k, device="cuda").to(torch.float8_e4m3fn)
+    one = torch.ones((), device="cuda")
+
+    def product() -> Any:
+        return torch._scaled_mm(
+            a, b.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True
+        )
+
+    return 2e-9 * m * n * k / median_ms(product, repeats)
+
+
+def copy_rate() -> float:
+    """TB/s read plus written by a device-to-device copy of 4 GB."""
+    a = torch.empty(1 << 31, dtype=torch.int16, device="cuda").random_()
+    b = torch.empty_like(a)
+    return 2e-9 * a.numel() * 2 / median_ms(lambda: b.copy_(a), 10)
+
+
+GROUPS = (
+    ("attention", ("_forward", "_backward", "flash", "fmha", "cudnn")),
+    ("loss", ("_row_stats", "_gradient")),
+    ("optimiser", ("_moments", "_apply", "_reduce", "multi_tensor", "norm_kernel", "LpNorm")),
+    ("GEMM", ("gemm", "nvjet", "cutlass", "xmma", "Kernel2", "cublas", "splitK")),
+    ("norm, GELU, dropout", ("_norm_", "_gelu_", "_dropout", "triton")),
+)
+
+
+def group_of(kernel: str) -> str:
+    if kernel.startswith("_norm_") or kernel.startswith("_gelu_"):
+        return "norm, GELU, dropout"
+    for group, marks in GROUPS:
+        if any(mark in kernel for mark in marks):
+            return group
+    return "other elementwise"
+
+
+def budget(step: Callable[[], Any]) -> tuple[dict[str, float], list[tuple[str, float, int]]]:
+    """Milliseconds a step of each kernel group, with gaps; and the single kernels, largest first."""
+    from torch.profiler import ProfilerActivity, profile
+
+    step()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as prof:
+        step()
+        torch.cuda.synchronize()
+    kernels: dict[str, list[float]] = {}
+    spans = []
+    for event in prof.events():
+        if event.device_type != torch.autograd.DeviceType.CUDA:
+            continue
+        spans.append((event.time_range.start, event.time_range.end))
+        entry = kernels.setdefault(event.name, [0.0, 0])
+        entry[0] += event.time_range.elapsed_us() / 1e3
+        entry[1] += 1
+    groups: dict[str, float] = {}
+    for name, (ms, _) in kernels.items():
+        groups[group_of(name)] = groups.get(group_of(name), 0.0) + ms
+    spans.sort()
+    gaps, end = 0.0, spans[0][0]
+    for begin, finish in spans:
+        gaps += max(0.0, begin - end) / 1e3
+        end = max(end, finish)
+    groups["gaps"] = gaps
+    ranked = sorted(((n, v[0], int(v[1])) for n, v in kernels.items()), key=lambda e: -e[1])
+    return groups, ranked
+
+
+def emit(result: dict[str, Any]) -> None:
+    print(json.dumps(result), flush=True)
+
+
+def stamp() -> dict[str, str]:
+    return {
+        "card": card(),
+        "commit": commit(),
+        "torch": torch.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+    }
