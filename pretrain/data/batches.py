@@ -13,7 +13,7 @@ import torch
 from configs.errors import UserError
 from configs.schema import MaskingConfig, PhaseConfig
 from data_prep.shards import Rows, Shards
-from pretrain.data.counter import DROPOUT, as_int32, at, row_keys
+from pretrain.data.counter import DROPOUT, token_numbers
 from pretrain.data.order import RowOrder
 from pretrain.data.packing import Packer, Plan
 from pretrain.objectives.masking import Masked, Masker, mask_counts
@@ -103,9 +103,11 @@ class BatchBuilder:
         types = np.zeros(plan.tokens, np.int64)
         types[:real] = position[:real] >= segment_b[row_of[:real]]
         keys = np.zeros(plan.tokens, np.int32)
-        pair = row_keys(DROPOUT, self.seed, self.phase, epochs, rows)
-        here = row_of[:real]
-        keys[:real] = as_int32(at((pair[0][here], pair[1][here]), position[:real]))
+        drawn = token_numbers(
+            DROPOUT, self.seed, self.phase, epochs, rows, row_of[:real],
+            position[:real].astype(np.uint32),
+        )  # fmt: skip
+        keys[:real] = drawn.view(np.int32)
         m = len(masked.positions)
         return MicroBatch(
             input_ids=_padded(masked.tokens, plan.tokens, self.shards.special_ids["pad"]),

@@ -1,8 +1,8 @@
 """Random numbers as a pure function of integers: no generator, so nothing to save or to replay.
 
-Every function takes Python integers, numpy int64 arrays or torch int64 tensors alike (values below
-2**32) and gives the same integers for all three, on any device: only ^, +, *, & and >> are used,
-products wrap modulo 2**64 and are cut to 32 bits.
+`mix`, `fold`, `row_keys` and `at` take Python integers, numpy arrays (uint32, or int64 below 2**32)
+or torch int64 tensors alike and give the same integers for all of them, on any device: only ^, +,
+*, & and >> are used, and results are cut to 32 bits. uint32 is the fast one for numpy.
 """
 
 from __future__ import annotations
@@ -47,11 +47,26 @@ def at(keys: tuple[Any, Any], position: Any) -> Any:
     return mix((mix(keys[0] ^ position) + keys[1]) & MASK)
 
 
-def below(number: Any, size: int) -> Any:
-    """A 32-bit number scaled to 0 .. size - 1 (size below 2**31)."""
-    return number * size >> 32
+def token_numbers(
+    stream: int,
+    seed: int,
+    phase: int,
+    epochs: np.ndarray,
+    rows: np.ndarray,
+    row_of: np.ndarray,
+    position: np.ndarray,
+) -> np.ndarray:
+    """One number a token, uint32 [T], of (stream, seed, phase, epoch, row, position).
+
+    Args:
+        epochs, rows: int64 [n]. row_of: int [T], which of the n a token belongs to.
+        position: uint32 [T], its place inside the row.
+    """
+    keys = row_keys(stream, seed, phase, epochs, rows)
+    first, second = (np.asarray(key).astype(np.uint32)[row_of] for key in keys)
+    return at((first, second), position)
 
 
-def as_int32(number: np.ndarray) -> np.ndarray:
-    """The same 32 bits as signed int32."""
-    return number.astype(np.uint32).view(np.int32)
+def below(number: np.ndarray, size: int) -> np.ndarray:
+    """32-bit numbers scaled to 0 .. size - 1 (size below 2**31); int64."""
+    return number.astype(np.int64) * size >> 32

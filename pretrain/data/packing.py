@@ -16,7 +16,9 @@ import numpy as np
 from configs.errors import UserError
 from data_prep.shards import offsets_of
 
-UNIT = 128  # every T is a multiple: tiles of the matrix units, and any tp divides it
+# Every T is a multiple of UNIT, or, where T is small, of T / 128 down to SMALLEST: fine enough that
+# rounding costs below half a percent, coarse enough for matrix units (fp8 wants 16) and any tp.
+UNIT, SMALLEST = 128, 16
 SHAPES = 16
 _MASK_UNIT = 64
 _LAST_ROUNDS = 128  # rounds dealt by the size of the bins; the rounds before them go in a snake
@@ -106,14 +108,14 @@ class Packer:
                 f"global_batch={global_batch} rows cannot feed {dp} data-parallel ranks",
                 f"raise global_batch to at least {dp}, or start fewer processes",
             )
-        longest = round_up(max_length, UNIT)
+        longest = round_up(max_length, SMALLEST)
         if micro_batch_tokens < longest:
             raise UserError(
                 f"parallel.micro_batch_tokens={micro_batch_tokens} is below one row of {max_length} tokens",
                 f"set it to at least {longest}",
             )
         self.max_length, self.global_batch, self.dp = max_length, global_batch, dp
-        self.limit = micro_batch_tokens // UNIT * UNIT
+        self.limit = micro_batch_tokens // SMALLEST * SMALLEST
         self.masked_per_token = masked_per_token
         sample = np.asarray(lengths[:: max(1, len(lengths) // 2**20)], np.float64)
         mean, spread = global_batch * sample.mean(), sample.std() * global_batch**0.5
@@ -157,17 +159,18 @@ def _sums(where: np.ndarray, values: np.ndarray, bins: int) -> np.ndarray:
 def _shapes(mean: float, spread: float, bins: int, limit: int) -> np.ndarray:
     """The lengths T may take, ascending, at most SHAPES, the last one `limit`.
 
-    An update's largest bin is nearly normal with mean / bins and spread / bins. If 16 steps of 128
-    do not span it, lengths are spaced so that the mean waste is least: their density follows the
+    An update's largest bin is nearly normal with mean / bins and spread / bins. If 16 steps of the
+    unit do not span it, lengths are spaced so that the mean waste is least: their density follows the
     square root of the normal density, which is a normal one again, wider by sqrt(2).
     """
     middle, width = mean / bins, spread / bins
-    low, high = middle - 4 * width, middle * 1.01 + 4 * width + UNIT
-    if (high - low) / UNIT <= SHAPES - 2:
-        wanted = np.arange(round_up(low, UNIT), high + UNIT, UNIT)[: SHAPES - 1]
+    unit = int(min(max(2 ** np.floor(np.log2(middle / 128)), SMALLEST), UNIT))
+    low, high = middle - 4 * width, middle * 1.01 + 4 * width + unit
+    if (high - low) / unit <= SHAPES - 2:
+        wanted = np.arange(round_up(low, unit), high + unit, unit)[: SHAPES - 1]
     else:
-        wider = NormalDist(middle + UNIT / 2, width * 2**0.5)
+        wider = NormalDist(middle + unit / 2, width * 2**0.5)
         levels = [wider.inv_cdf(k / (SHAPES - 1)) for k in range(1, SHAPES - 1)]
         wanted = np.array([*levels, middle + 4.5 * width])
-    rounded = [round_up(max(t, UNIT), UNIT) for t in wanted]
+    rounded = [round_up(max(t, unit), unit) for t in wanted]
     return np.unique([*(t for t in rounded if t < limit), limit])

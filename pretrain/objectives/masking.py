@@ -26,10 +26,10 @@ from pretrain.data.counter import (
     MASK_SCORE,
     MASK_TOKEN,
     SPAN_LENGTH,
-    at,
     below,
     mix,
     row_keys,
+    token_numbers,
 )
 
 KINDS = ("token", "whole-word", "span")
@@ -135,28 +135,27 @@ class Masker:
         """Chooses and replaces in place; returns the chosen places, ascending."""
         lengths = np.diff(offsets)
         row_of = np.repeat(np.arange(len(rows)), lengths)
-        position = np.arange(len(tokens)) - offsets[row_of]
+        position = (np.arange(len(tokens)) - offsets[row_of]).astype(np.uint32)
         structural = np.zeros(len(tokens), np.bool_)
         whole = lengths > 0
         structural[offsets[:-1][whole]] = True
         structural[offsets[1:][whole] - 1] = True
         structural[(offsets[:-1] + segment_b - 1)[whole & (segment_b > 0)]] = True
 
-        keys = row_keys(MASK_SCORE, self.seed, self.phase, epochs, rows)
-        score = at((keys[0][row_of], keys[1][row_of]), position)
+        score = self._numbers(MASK_SCORE, epochs, rows, row_of, position)
         if self.config.kind == "whole-word":
             score = score[self._word_of(tokens, structural)[0]]
         elif self.config.kind == "span":
             score = self._span_scores(tokens, structural, score)
         rank = np.where(structural, 2, self.avoided[tokens])
-        order = np.sort((((row_of << 2 | rank) << 32 | score) << 16) | position)
+        order = np.sort(((row_of << 2 | rank) << 32 | score) << 16 | position)
         taken = order[ragged_index(offsets[:-1], self.counts(lengths))]
         chosen = np.sort(offsets[taken >> 50] + (taken & 0xFFFF))
 
         row = row_of[chosen]
         if self.config.kind == "span":  # SpanBERT replaces a span as a whole
             kind_keys = row_keys(MASK_KIND, self.seed, self.phase, epochs, rows)
-            kind = mix(mix(score[chosen] ^ kind_keys[0][row]) ^ kind_keys[1][row])
+            kind = mix(mix(score[chosen].astype(np.int64) ^ kind_keys[0][row]) ^ kind_keys[1][row])
         else:
             kind = self._numbers(MASK_KIND, epochs, rows, row, position[chosen])
         tokens[chosen[kind < self._mask_below]] = self.mask_id
@@ -174,8 +173,7 @@ class Masker:
         row: np.ndarray,
         position: np.ndarray,
     ) -> np.ndarray:
-        keys = row_keys(stream, self.seed, self.phase, epochs, rows)
-        return at((keys[0][row], keys[1][row]), position)
+        return token_numbers(stream, self.seed, self.phase, epochs, rows, row, position)
 
     def _word_of(self, tokens: np.ndarray, structural: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """For each token the place where its word starts, and where words start (bool)."""
@@ -194,7 +192,7 @@ class Masker:
         """
         first, starts = self._word_of(tokens, structural)
         places = np.flatnonzero(starts)
-        word_score = score[places]
+        word_score = score[places].astype(np.int64)
         segment = np.cumsum(structural)[places]  # spans end with their segment
         length = 1 + np.searchsorted(self._span_edges, mix(word_score ^ SPAN_LENGTH), "right")
         length[structural[places]] = 0

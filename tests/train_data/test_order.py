@@ -94,8 +94,12 @@ def test_hashing_is_the_same_in_python_numpy_and_torch(words: list[int], positio
     there = counter.at(keys, np.array([position]))
     tensors = tuple(torch.from_numpy(k) for k in keys)
     assert counter.at(tensors, torch.tensor([position])).tolist() == there.tolist()
-    assert counter.below(there, 1000).tolist() == [int(there[0]) * 1000 >> 32]
-    assert int(counter.as_int32(there)[0]) & counter.MASK == there[0]
+    fast = counter.token_numbers(
+        counter.DROPOUT, words[0], 1, np.array([2]), np.array([words[-1]]), np.array([0]),
+        np.array([position], np.uint32),
+    )  # fmt: skip
+    assert fast.dtype == np.uint32 and fast.tolist() == there.tolist()
+    assert counter.below(fast, 1000).tolist() == [int(there[0]) * 1000 >> 32]
 
 
 def test_every_bit_of_the_hash_is_fair_and_depends_on_every_word() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs import UserError
-from pretrain.data.packing import SHAPES, UNIT, Packer, deal
+from pretrain.data.packing import SHAPES, SMALLEST, UNIT, Packer, deal
 from pretrain.objectives.masking import mask_counts
 
 
@@ -43,7 +43,7 @@ def test_every_row_has_one_place_and_no_bin_overflows(seed, longest, dp, rows, e
     rows, budget = max(rows, dp), longest + extra * 64 + UNIT
     lengths = rng.integers(1, longest + 1, 2000)
     p = packer(lengths, longest, rows, dp, budget)
-    assert len(p.shapes) <= SHAPES and (p.shapes % UNIT == 0).all() and p.shapes[-1] <= budget
+    assert len(p.shapes) <= SHAPES and (p.shapes % SMALLEST == 0).all() and p.shapes[-1] <= budget
     batch = rng.choice(lengths, rows)
     if rng.random() < 0.3:
         batch[:] = longest  # an unlucky draw, far from the set's mean

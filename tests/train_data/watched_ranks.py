@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from pretrain.watchdog import Watchdog, connect
 
-WORLD, TIMEOUT_S, STEPS = 3, 8.0, 6
+WORLD, TIMEOUT_S, STEPS = 3, 12.0, 6
 
 
 def rank_main(rank: int, port: int, folder: str, fault: str, bad: int) -> None:
