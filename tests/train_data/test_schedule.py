@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configs import UserError
+from configs import UserError, load_recipe
+from configs.model import resolve_model
 from configs.schema import PhaseConfig, ScheduleConfig
 from pretrain.optim.schedule import KINDS, check_schedule, lr_at, warmup_steps
 
@@ -31,12 +32,27 @@ def test_b31_peak_at_100_zero_at_1000_whatever_the_layout() -> None:
 
 
 def test_published_recipes_of_64k_and_32k() -> None:
-    first = phase(7038, lr=6e-3, warmup=0.2843, power=0.5)
-    assert warmup_steps(first) == 2001
+    first, second = load_recipe("bert-large-64k").phases
+    assert (first.global_batch, first.steps, warmup_steps(first)) == (65536, 7038, 2001)
     assert lr_at(first, 2001) == 6e-3
     assert lr_at(first, 4520) == pytest.approx(6e-3 * math.sqrt(1 - 2519 / 5037))
-    second = phase(1563, lr=4e-3, warmup=0.128, power=0.5)
-    assert warmup_steps(second) == 200 and lr_at(second, 1563) == 0
+    assert (second.global_batch, second.steps, warmup_steps(second)) == (32768, 1563, 200)
+    assert lr_at(second, 200) == 4e-3 and lr_at(second, 1563) == 0
+    half = load_recipe("bert-large-32k").phases
+    for whole, phase_ in zip((first, second), half):
+        assert phase_.global_batch * phase_.steps == whole.global_batch * whole.steps
+        assert phase_.schedule.lr == pytest.approx(whole.schedule.lr / math.sqrt(2), rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["bert-base", "megatron-1.3b", "megatron-3.9b", "megatron-8.3b"])
+def test_shipped_recipes_can_be_followed(name) -> None:
+    recipe = load_recipe(name)
+    model = resolve_model(recipe.model, 30522)
+    assert model.num_heads % recipe.parallel.tp == 0
+    for k, p in enumerate(recipe.phases):
+        check_schedule(p.schedule, p.steps, f"phases[{k}].schedule")
+        longest = recipe.shards[p.shards].max_length
+        assert longest <= min(model.max_position_embeddings, recipe.parallel.micro_batch_tokens)
 
 
 def test_kinds() -> None:
