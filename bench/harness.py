@@ -13,7 +13,7 @@ import torch
 
 from configs.model import ModelConfig, model_flops, resolve_model
 from configs.schema import Recipe
-from pretrain.data.batches import MicroBatch
+from pretrain.data.batches import GlobalBatch, MicroBatch
 
 VOCAB = 30522
 MICRO_BATCHES = 8  # micro-batches a step
@@ -86,14 +86,14 @@ def median_ms(step: Callable[[], Any], repeats: int, warmup: int = 2) -> float:
 
 
 class Training:
-    """Our trainer's model, engine and LAMB on one GPU, without its loop.
+    """Our trainer's model, engine and LAMB on one GPU, without its loop."""
 
-    `step(micros)` is a whole update; with the loss of `losses` the parity of variants is checked.
-    """
-
-    def __init__(self, config: ModelConfig, precision: str, kernels: str = "auto") -> None:
+    def __init__(
+        self, config: ModelConfig, precision: str, kernels: str = "auto", recorded: bool = True
+    ) -> None:
         from pretrain.engine import LeanEngine
         from pretrain.kernels import select
+        from pretrain.micro import Micro, RecordedMicro
         from pretrain.model import build
         from pretrain.parallel.groups import SINGLE
 
@@ -105,22 +105,21 @@ class Training:
         model = model.to(device).train()
         self.engine = LeanEngine(recipe, model, pieces, SINGLE, chosen, device)
         self.model = model
-        self.run: Callable[..., Any] = model
-        self.losses: list[torch.Tensor] = []
+        self.micro = (RecordedMicro if recorded else Micro)(model, self.engine)
 
-    def micro(self, micro: MicroBatch, last: bool, share: float) -> None:
-        sums = self.run(micro)
-        loss = sums.mlm_sum * (share / micro.masked) + sums.nsp_sum * (share / micro.rows)
-        self.losses.append(loss.detach())
-        self.engine.backward(loss, last)
+    def accumulate(self, micros: list[MicroBatch]) -> torch.Tensor:
+        """Forward and backward over a global batch; loss sums, fp32 [4]."""
+        masked, rows = sum(m.masked for m in micros), sum(m.rows for m in micros)
+        whole = GlobalBatch(micros, masked, rows, 0, 0, 0.0, 0.0)
+        last = len(micros) - 1
+        sums = [self.micro(m, whole, i == last) for i, m in enumerate(micros)]
+        return torch.stack(sums).sum(0)
 
-    def step(self, micros: list[MicroBatch], lr: float = 1e-4) -> None:
-        for i, micro in enumerate(micros):
-            self.micro(micro, i == len(micros) - 1, 1 / len(micros))
+    def step(self, micros: list[MicroBatch], lr: float = 1e-4) -> torch.Tensor:
+        """One update; its loss (a device scalar)."""
+        sums = self.accumulate(micros)
         self.engine.step(lr)
-
-    def last_loss(self, micros: int) -> float:
-        return float(sum(self.losses[-micros:]))
+        return sums[0] / sum(m.masked for m in micros) + sums[1] / sum(m.rows for m in micros)
 
 
 def matmul_rate(m: int, n: int, k: int, repeats: int = 20) -> float:
@@ -137,9 +136,7 @@ def fp8_rate(m: int, n: int, k: int, repeats: int = 20) -> float:
     one = torch.ones((), device="cuda")
 
     def product() -> Any:
-        return torch._scaled_mm(
-            a, b.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True
-        )
+        return torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
 
     return 2e-9 * m * n * k / median_ms(product, repeats)
 

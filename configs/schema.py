@@ -178,7 +178,7 @@ class TrainConfig:
     probe: str = ""  # a BLiMP parquet: scored by pseudo-log-likelihood at each evaluation
     probe_pairs: int = 1000
     log_every: int = 1
-    compile: bool = True  # torch.compile on GPU
+    compile: bool = True  # on one GPU: record each shape's kernels once and replay them (CUDA graphs)
     kernels: str = "auto"  # auto (fused on GPU) | plain
     shards_dir: str = ""  # read shard sets from here (a node-local copy) instead of work_dir/shards
     threads: int = 0  # torch threads a process; 0 = cores / processes on this node

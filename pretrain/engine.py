@@ -105,7 +105,7 @@ class LeanEngine(Engine):
         dtype = DTYPES[recipe.train.precision]
         self.sharded = recipe.parallel.zero_stage > 0 and groups.dp > 1
         self.ranks = groups.dp if self.sharded else 1
-        params = list(model.parameters())
+        self._params = params = list(model.parameters())
         self.buckets, self.places = _layout(params, self.ranks)
         total = self.buckets[-1].end
         self.weights = torch.zeros(total, dtype=dtype, device=device)
@@ -127,7 +127,6 @@ class LeanEngine(Engine):
                 else torch.empty_like(self.shard.master, dtype=dtype)
             )
         self.reduced = torch.zeros_like(self.shard.master) if self.sharded else self.grads
-        self._first = True
         self._last = False
 
     def _move_in(self, params: Sequence[nn.Parameter], dtype: torch.dtype) -> None:
@@ -139,9 +138,12 @@ class LeanEngine(Engine):
             view.copy_(p.data)
             p.data = view
             self._main[id(p)] = self.grads[at : at + p.numel()].view(p.shape)
+            bucket = bucket_of[id(p)]
             if dtype == torch.float32:
                 p.grad = self._main[id(p)]
-            bucket = bucket_of[id(p)]
+            else:  # for products that add into it themselves (pretrain.kernels.triton_linear)
+                p.main_grad = self._main[id(p)]  # type: ignore[attr-defined]
+                p.main_grad_arrived = lambda b=bucket: self._count(b)  # type: ignore[attr-defined]
             p.register_post_accumulate_grad_hook(lambda p, b=bucket: self._arrived(p, b))
 
     def _make_shard(self, device: torch.device, dtype: torch.dtype) -> Shard:
@@ -172,9 +174,12 @@ class LeanEngine(Engine):
         """Runs when autograd has finished a parameter's gradient of this micro-batch."""
         main = self._main[id(p)]
         if p.grad is not None and p.grad.data_ptr() != main.data_ptr():
-            # The first micro-batch overwrites, which saves clearing the buffer.
-            main.copy_(p.grad) if self._first else main.add_(p.grad)
+            main.add_(p.grad)
             p.grad = None
+        self._count(bucket)
+
+    def _count(self, bucket: Bucket) -> None:
+        """One more of the bucket's gradients is there; the last one sends it off."""
         if self._last and self.groups.dp > 1:
             bucket.waiting -= 1
             if bucket.waiting == 0:
@@ -196,7 +201,6 @@ class LeanEngine(Engine):
             for bucket in self.buckets:
                 bucket.waiting = len(bucket.params)
         (loss * self.loss_scale if self.scaler else loss).backward()
-        self._first = False
         if last and self.groups.dp > 1:
             for bucket in self.buckets:
                 if bucket.work is None:  # a parameter without a gradient in the last micro-batch
@@ -205,15 +209,22 @@ class LeanEngine(Engine):
                 bucket.work.wait()
                 bucket.work = None
 
+    def accumulate(self, loss: Tensor) -> None:
+        """Adds the gradient of the (scaled) loss without hooks, so that a CUDA graph can record it;
+        for a single process, where nothing waits for a bucket."""
+        mains = [self._main[id(p)] for p in self._params]
+        gradients = torch.autograd.grad(loss, self._params, allow_unused=True)
+        for main, gradient in zip(mains, gradients):
+            if gradient is not None:
+                main.add_(gradient)
+
     def step(self, lr: float, decide: Decide = math.isfinite) -> Update:
         update = self.lamb.step(self.reduced, lr, 1.0 / self.loss_scale, self.low, decide)
         if not update.skipped:
             self._gather()
         if self.scaler:
             self.scaler.update(update.skipped)
-        if self.weights.dtype == torch.float32:
-            self.grads.zero_()
-        self._first = True
+        self.grads.zero_()
         return update
 
     def _gather(self) -> None:

@@ -23,7 +23,8 @@ from pretrain.checkpoint.writer import Writer
 from pretrain.checks import Plan
 from pretrain.engine import Engine, LeanEngine
 from pretrain.evaluation import Evaluator, unigram
-from pretrain.model import LossSums, build
+from pretrain.micro import Micro, RecordedMicro
+from pretrain.model import build
 from pretrain.parallel.groups import Groups, make_groups
 from pretrain.telemetry import Telemetry
 from pretrain.watchdog import Watchdog, connect
@@ -39,7 +40,7 @@ class Run:
     groups: Groups
     device: torch.device
     engine: Engine
-    forward: Callable[[Any], LossSums]  # the model's loss sums, compiled where asked for
+    micro: Micro  # forward and backward of a micro-batch
     writer: Writer
     watchdog: Watchdog
     telemetry: Telemetry
@@ -88,7 +89,7 @@ def begin(plan: Plan) -> Run:
 
 
 def _assemble(plan: Plan, device: torch.device, watchdog: Watchdog) -> Run:
-    from pretrain.kernels import select
+    from pretrain.kernels import is_fused, select
 
     recipe = plan.recipe
     groups = make_groups(plan.tp, plan.world, plan.rank)
@@ -104,8 +105,8 @@ def _assemble(plan: Plan, device: torch.device, watchdog: Watchdog) -> Run:
     )
     engine = _engine_class(plan)(recipe, model, pieces, groups, kernels, device)
     engine.model.train()
-    if recipe.train.compile and device.type == "cuda":
-        model.sums = torch.compile(model.sums)  # type: ignore[method-assign]
+    recorded = recipe.train.compile and is_fused(kernels) and isinstance(engine, LeanEngine)
+    recorded = recorded and plan.world == 1
     identity = {
         "model": to_dict(plan.model),
         "recipe": to_dict(recipe),
@@ -131,7 +132,7 @@ def _assemble(plan: Plan, device: torch.device, watchdog: Watchdog) -> Run:
         groups,
         device,
         engine,
-        model.forward,
+        RecordedMicro(model, engine) if recorded else Micro(model, engine),
         Writer(plan.train_dir, groups, recipe.checkpoint.keep, token),
         watchdog,
         telemetry,

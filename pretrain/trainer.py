@@ -111,10 +111,7 @@ class Trainer:
         run, engine = self.run, self.run.engine
         sums = torch.zeros(4, device=run.device)
         for number, micro in enumerate(batch.micros):
-            out = run.forward(micro)
-            loss = out.mlm_sum / batch.masked_total + out.nsp_sum / batch.rows_total
-            engine.backward(loss, last=number == len(batch.micros) - 1)
-            sums += torch.stack([x.detach().float() for x in out])
+            sums += run.micro(micro, batch, last=number == len(batch.micros) - 1)
             run.watchdog.beat("forward")
         values = self.agree(sums, batch)
         step = run.step + 1

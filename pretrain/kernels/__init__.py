@@ -37,3 +37,8 @@ def select(name: str, device: torch.device | str) -> Any:
     from pretrain.kernels import fused
 
     return fused
+
+
+def is_fused(kernels: Any) -> bool:
+    """Whether `kernels` are the fused ones."""
+    return kernels.__name__.endswith(".fused")

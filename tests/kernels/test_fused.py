@@ -269,7 +269,7 @@ def test_linear_adds_to_the_main_gradient(dtype, fork):
     if not INTERPRETED:
         parameter.main_grad = torch.ones(16, 32, device=DEVICE)
         parameter.main_grad_arrived = lambda: arrived.append(1)
-    fast, fast_bias = (t.to(dtype).requires_grad_() for t in (x, bias))
+    fast, fast_bias = (t.to(dtype).clone().requires_grad_() for t in (x, bias))
     exact, exact_weight, exact_bias = (
         t.to(dtype).double().requires_grad_() for t in (x, weight, bias)
     )

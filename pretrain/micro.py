@@ -1,0 +1,80 @@
+"""Forward and backward pass of one micro-batch: run as they are, or recorded once as a CUDA graph.
+
+A BERT layer is some forty kernel launches each way. Launched one by one from Python they take as
+long as the kernels themselves on a fast GPU; replayed as a graph they cost nothing. One graph is
+recorded for each shape (packing makes at most sixteen in a run), all sharing one memory pool,
+which is safe since they run one after the other. Both ways run the same kernels: the same bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pretrain.data.batches import GlobalBatch, MicroBatch
+
+
+class Micro:
+    """Adds a micro-batch's gradient to the engine's. Calling it returns the loss sums, fp32 [4]:
+    mlm loss, nsp loss, mlm correct, nsp correct (see LossSums)."""
+
+    def __init__(self, model: Any, engine: Any) -> None:
+        self.model, self.engine = model, engine
+
+    def __call__(self, micro: MicroBatch, batch: GlobalBatch, last: bool) -> Tensor:
+        """last: no more follow in this update."""
+        shares = micro.masked_weights.new_tensor([1 / batch.masked_total, 1 / batch.rows_total])
+        sums = self.model(micro)
+        self.engine.backward(_loss(sums, shares), last)
+        return torch.stack([x.detach().float() for x in sums])
+
+
+def _loss(sums: Any, shares: Tensor) -> Tensor:
+    return sums.mlm_sum * shares[0] + sums.nsp_sum * shares[1]
+
+
+class RecordedMicro(Micro):
+    """The same through CUDA graphs, in a single process."""
+
+    def __init__(self, model: Any, engine: Any) -> None:
+        super().__init__(model, engine)
+        self.graphs: dict[tuple[int, ...], _Recording] = {}
+        self.pool: Any = None
+
+    def __call__(self, micro: MicroBatch, batch: GlobalBatch, last: bool) -> Tensor:
+        if self.pool is None:  # the first run compiles kernels and makes library handles
+            self.pool = torch.cuda.graph_pool_handle()
+            return super().__call__(micro, batch, last)
+        key = (micro.max_length, *(t.numel() for t in _tensors(micro)))
+        if key not in self.graphs:
+            self.graphs[key] = _Recording(self.model, self.engine, micro, self.pool)
+        scale = self.engine.loss_scale
+        return self.graphs[key].run(micro, scale / batch.masked_total, scale / batch.rows_total)
+
+
+class _Recording:
+    def __init__(self, model: Any, engine: Any, micro: MicroBatch, pool: Any) -> None:
+        self.micro = micro.map(torch.clone)
+        self.shares = torch.zeros(2, device=micro.input_ids.device)
+        self.graph = torch.cuda.CUDAGraph()
+        # Other threads (prefetching of batches) go on using the GPU meanwhile.
+        with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
+            sums = model(self.micro)
+            engine.accumulate(_loss(sums, self.shares))
+            self.sums = torch.stack([x.detach().float() for x in sums])
+
+    def run(self, micro: MicroBatch, mlm_share: float, nsp_share: float) -> Tensor:
+        for ours, theirs in zip(_tensors(self.micro), _tensors(micro)):
+            ours.copy_(theirs, non_blocking=True)
+        self.shares[0].fill_(mlm_share)
+        self.shares[1].fill_(nsp_share)
+        self.graph.replay()
+        return self.sums.clone()
+
+
+def _tensors(micro: MicroBatch) -> list[Tensor]:
+    values = (getattr(micro, f.name) for f in fields(micro))
+    return [v for v in values if isinstance(v, Tensor)]
