@@ -87,8 +87,9 @@ def _python_command(command: list[str]) -> list[str]:
 
 
 def _torchrun(command: list[str], nodes: list[str], index: int, processes: int) -> list[str]:
-    line = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(nodes)}"]
-    line += [f"--node-rank={index}", f"--nproc-per-node={processes}", f"--master-addr={nodes[0]}"]
+    line = [sys.executable, "-m", "torch.distributed.run", "--signals-to-handle=SIGINT"]
+    line += [f"--nnodes={len(nodes)}", f"--node-rank={index}", f"--nproc-per-node={processes}"]
+    line += [f"--master-addr={nodes[0]}"]
     return [*line, f"--master-port={job_port(os.environ)}", *_python_command(command)]
 
 
@@ -119,7 +120,7 @@ def _supervise(line: list[str]) -> int:
         signal.signal(number, signal.SIG_IGN)
     try:
         child = subprocess.Popen(
-            line, env={**os.environ, "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGINT"}
+            line,
         )
     except FileNotFoundError:
         raise UserError(f"{line[0]} is not installed here", "pip install deepspeed") from None

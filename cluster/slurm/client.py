@@ -40,6 +40,8 @@ def call(command: Sequence[str], timeout_s: float = 30) -> str:
 
 def _remedy(text: str) -> str:
     lower = text.lower()
+    if "contact" in lower or "connect" in lower or "timed out" in lower:
+        return "the controller does not answer: `scontrol ping`, then try again"
     if "partition" in lower:
         return "`sinfo -s` lists the partitions; set `partition` in the profile"
     if "account" in lower or "qos" in lower:
@@ -48,8 +50,6 @@ def _remedy(text: str) -> str:
         )
     if "time limit" in lower:
         return "lower `time_limit` in the profile: the chain goes on in further jobs by itself"
-    if "contact" in lower or "connect" in lower or "timed out" in lower:
-        return "the controller does not answer: `scontrol ping`, then try again"
     return "see the message of SLURM above"
 
 

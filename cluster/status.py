@@ -1,0 +1,185 @@
+"""`python -m cluster status RUN`: one screen about a submitted run; needs neither slurmdbd nor sacct."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cluster.slurm import client
+from configs import UserError
+from configs.console import duration
+
+LOG_TAIL_BYTES = 200_000
+ENDED_BADLY = (
+    "FAILED",
+    "CANCELLED",
+    "TIMEOUT",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "STOPPED",
+    "DEADLINE",
+)
+
+
+@dataclass
+class JobStatus:
+    """One row of the screen."""
+
+    name: str
+    job_id: str
+    state: str
+    nodes: str = ""
+    ran: str = ""
+    restarts: int = 0
+    note: str = ""
+
+
+def main(argv: list[str]) -> int | None:
+    parser = argparse.ArgumentParser(prog="python -m cluster status", description=__doc__)
+    parser.add_argument("run", help="the run's work_dir, or the recipe's name below runs/")
+    arguments = parser.parse_args(argv)
+    folder = find_run(arguments.run)
+    print(screen(folder), end="")
+    return None
+
+
+def find_run(text: str) -> Path:
+    """The work_dir meant by `text`; raises UserError when nothing was submitted there."""
+    for folder in (Path(text), Path(text).parent, Path("runs") / text):
+        if (folder / "slurm" / "chain.json").is_file():
+            return folder
+    raise UserError(
+        f"{text}: no chain of jobs was submitted there (slurm/chain.json is missing)",
+        "give the run's work_dir; python -m cluster submit RECIPE --profile SITE starts one",
+    )
+
+
+def screen(folder: Path) -> str:
+    """The whole screen as text."""
+    slurm = folder / "slurm"
+    chain = json.loads((slurm / "chain.json").read_text())
+    jobs, trouble = [], ""
+    for job in chain["jobs"]:
+        try:
+            jobs.append(job_status(slurm, job["name"], job["id"]))
+        except UserError as error:  # no controller: the files still tell most
+            trouble = error.what
+            jobs.append(from_files(slurm, job["name"], job["id"]))
+    lines = [f"{chain['run']}  {folder}  (profile {chain['profile']})", ""]
+    if trouble:
+        lines += [f"SLURM does not answer ({trouble}); from the run's files:", ""]
+    lines.append(f"{'job':<18} {'id':<9} {'state':<14} {'time':<12} {'restarts':<9} nodes")
+    for j in jobs:
+        rest = " ".join(filter(None, (j.nodes, j.note)))
+        lines.append(
+            f"{j.name:<18} {j.job_id:<9} {j.state:<14} {j.ran:<12} {j.restarts:<9} {rest}".rstrip()
+        )
+    lines += ["", *progress(folder)]
+    failed = next((j for j in jobs if j.state in ENDED_BADLY), None)
+    if failed:
+        lines += ["", f"last lines of {slurm / failed.name}.log:"]
+        lines += ["  " + line for line in tail(slurm / f"{failed.name}.log")[-12:]]
+        lines += ["", f"mend the cause, then the same command goes on: {chain['command']}"]
+    return "\n".join(lines) + "\n"
+
+
+def job_status(slurm: Path, name: str, job_id: str) -> JobStatus:
+    """From `scontrol show job`; from the files once SLURM has forgotten the job (MinJobAge)."""
+    fields = client.job_fields(job_id) if job_id else {}
+    if not fields or not fields.get("Command", "").startswith(str(slurm.absolute())):
+        return from_files(slurm, name, job_id)
+    state, reason = fields["JobState"], fields.get("Reason", "None")
+    nodes = fields.get("NodeList", "(null)")
+    return JobStatus(
+        name,
+        job_id,
+        state,
+        "" if nodes == "(null)" else nodes,
+        fields.get("RunTime", ""),
+        int(fields.get("Restarts", 0)),
+        f"({reason})" if reason != "None" and state != "COMPLETED" else "",
+    )
+
+
+def from_files(slurm: Path, name: str, job_id: str) -> JobStatus:
+    """What the job's own marker and event lines say."""
+    lives = tail(slurm / f"{name}.lives")
+    mine = [line for line in lives if f" job={job_id} " in line] if job_id else lives
+    restarts = max(
+        (int(m[1]) for line in mine if (m := re.search(r" life=(\d+)", line))), default=0
+    )
+    if (slurm / f"{name}.done").exists():
+        return JobStatus(name, job_id or "-", "COMPLETED", restarts=restarts)
+    if mine and " stopped " in mine[-1]:
+        reason = mine[-1].split(" stopped ", 1)[1]
+        return JobStatus(name, job_id, "STOPPED", restarts=restarts, note=f"({reason})")
+    last = mine[-1].split(" step=")[0] if mine else ""
+    return JobStatus(
+        name, job_id or "-", "UNKNOWN", restarts=restarts, note=f"last word {last}" if last else ""
+    )
+
+
+def progress(folder: Path) -> list[str]:
+    """Step, loss, speed and ETA from the trainer's log."""
+    records = []
+    for line in tail(folder / "train" / "log.jsonl"):
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            continue  # the line being written, or the first one, cut
+    updates = [r for r in records if r.get("kind", "train") == "train" and "loss" in r]
+    if not updates:
+        return ["training: no update yet"]
+    last, total = updates[-1], total_updates(folder)
+    lines = [f"training: update {last['step']}/{total} ({100 * last['step'] / max(total, 1):.0f}%)"]
+    lines[0] += (
+        f", loss {last['loss']:.4f}, lr {last.get('lr', 0):.3g}, {last['tokens_per_s']:,.0f} tokens/s"
+    )
+    pace = seconds_per_update(updates)
+    if pace and last["step"] < total:
+        lines[0] += f", ETA {duration(pace * (total - last['step']))} of running"
+    if "time" in last:
+        lines.append(f"  last update {duration(max(time.time() - last['time'], 0))} ago")
+    evals = [r for r in records if r.get("kind") == "eval"]
+    if evals:
+        shown = {k: v for k, v in evals[-1].items() if isinstance(v, float) and k != "time"}
+        lines.append(
+            f"  held out at {evals[-1]['step']}: "
+            + ", ".join(f"{k} {v:.4g}" for k, v in shown.items())
+        )
+    return lines
+
+
+def seconds_per_update(updates: list[dict[str, Any]]) -> float:
+    """Median over the last updates, so that restarts and evaluations do not count; 0 = unknown."""
+    gaps = [
+        (b["time"] - a["time"]) / (b["step"] - a["step"])
+        for a, b in zip(updates[-51:], updates[-50:])
+        if b["step"] > a["step"] and "time" in a and "time" in b
+    ]
+    return sorted(gaps)[len(gaps) // 2] if gaps else 0.0
+
+
+def total_updates(folder: Path) -> int:
+    """Updates of all phases of the recipe as submitted."""
+    recipe = yaml.safe_load((folder / "slurm" / "recipe.yaml").read_text())
+    return sum(phase["steps"] for phase in recipe["phases"])
+
+
+def tail(path: Path) -> list[str]:
+    """The last lines of a file, which may be long or missing."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(file.tell() - LOG_TAIL_BYTES, 0))
+            return file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return []
