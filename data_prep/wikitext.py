@@ -1,60 +1,65 @@
 """Wikitext to prose: paragraphs without templates, tables, lists, headings, references and markup.
 
 A few passes over the page, each driven by a scan for the one mark it is about, so that time grows
-with the number of marks. Nested marks (templates, tables, links) are matched by a depth count; one
-without an end is taken as text, its braces removed.
+with the number of marks and not with their nesting. Nested marks (templates, tables, links) are
+matched by a stack; one that is never closed is taken as text and its brackets removed.
 """
 
 from __future__ import annotations
 
 import html
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
-FILE_NAMESPACE, CATEGORY_NAMESPACE, MEDIA_NAMESPACE, SPECIAL_NAMESPACE = 6, 14, -2, -1
-# Names that work on every wiki, and old local names that dumps' headers no longer list.
-FILE_NAMES = (
-    "file",
-    "image",
-    "bild",
-    "datei",
-    "fichier",
-    "archivo",
-    "imagen",
-    "immagine",
-    "ficheiro",
-)
-CATEGORY_NAMES = ("category",)
+from data_prep.wikitext_templates import expand
 
-# Elements whose content is no prose.
+# Namespaces by number as dumps' headers list them: links into these show nothing of the target.
+HIDDEN_NAMESPACES = (6, 14, -2, -1)  # File, Category, Media, Special
+# Names that work on every wiki, and old local names that headers no longer list.
+HIDDEN_NAMES = """
+file image category media special bild datei kategorie fichier catégorie archivo imagen immagine
+    ficheiro categoría categoria bestand plik файл изображение категория ファイル 画像 ملف صورة تصنيف
+"""
+# Elements that go with their content, and those of which only the tags go.
 _DROPPED = (
-    "ref|references|math|chem|ce|gallery|timeline|syntaxhighlight|source|code|pre|table|score|imagemap"
-    "|templatestyles|hiero|graph|mapframe|maplink|inputbox|style|script|noinclude|includeonly|section"
-    "|indicator|poem|categorytree|dl|ol|ul"
+    "ref|references|math|chem|ce|gallery|timeline|syntaxhighlight|source|pre|table|score|imagemap"
+    "|templatestyles|templatedata|hiero|graph|mapframe|maplink|inputbox|style|script|includeonly"
+    "|indicator|categorytree|dl|ol|ul|rt|rp|ruby-text|poem"
 )
 _COMMENT = re.compile(r"<!--.*?(?:-->|\Z)", re.S)
-_ELEMENT = re.compile(
-    rf"<({_DROPPED})\b(?:\"[^\"]*\"|'[^']*'|[^<>\"'])*?(?:/>|>.*?(?:</\1\s*>|(?=\n\s*\n)|\Z))",
-    re.S | re.I,
-)
+_OPENING = re.compile(rf"<({_DROPPED})\b(?:(?:\"[^\"<]*\"|'[^'<]*'|[^<>\"'])*|[^<>]*)>", re.I)
+_CLOSING = {name: re.compile(rf"</{name}\s*>", re.I) for name in _DROPPED.split("|")}
 _NOWIKI = re.compile(r"<nowiki\s*/>|<nowiki\s*>(.*?)</nowiki\s*>", re.S | re.I)
 _BREAK = re.compile(r"<(?:br|hr)\b[^<>]*>", re.I)
 _BLOCK = re.compile(r"</?(?:p|div|center|blockquote|h[1-6])\b[^<>]*>", re.I)
 _TAG = re.compile(r"</?[a-zA-Z][^<>]*>")
-_BRACES = re.compile(r"\{\{+|\}\}+|\{\||\|\}")
+_BRACES = re.compile(r"\{\{+|\}\}+|\{\||\|\}+")
 _BRACKETS = re.compile(r"\[\[|\]\]")
 _EXTERNAL = re.compile(
-    r"\[(?:(?:https?|ftps?|news|irc|mailto):|//)[^\s\]]*(?:[ \t]+([^\]\n]*))?\]", re.I
+    r"\[(?:(?:https?|ftps?|news|irc|mailto):|//)[^\s\[\]]*(?:[ \t]+([^\]\n]*))?\]", re.I
 )
+_LANGUAGE = re.compile(r"[a-z]{2,3}(?:-[a-z-]+)?|simple")
+_THUMBNAIL = re.compile(r"\|\s*(?:thumb|thumbnail|frame|frameless|mini|miniatur|\d+px)\s*(?:\||$)")
 _QUOTES = re.compile(r"'{2,}")
-_SWITCH = re.compile(r"__[A-Z]+__")
-_EMPTY_BRACKETS = re.compile(r"\s*\((?:[\s,;:/·–—-]|\b(?:or|and|pronounced)\b)*\)|\s*\[\s*\]")
-_OPENED = re.compile(r"\((?:[ \t]*[,;:])+[ \t]*")
-_CLOSED = re.compile(r"(?:[ \t]*[,;:])+[ \t]*\)")
+_VARIANT = re.compile(r"-\{(?:[^{}|]*\|)?(?:[a-z-]+:)?([^{};]*)[^{}]*\}-")
+_SWITCH = re.compile(r"__[A-ZÄÖÜ]{3,}__")
+# What a template or a formula leaves behind: "( ; born 1879)", "()", "such as , and".
+_EMPTY_BRACKETS = re.compile(
+    r"[ \t]*\((?:[\s,;:/·–—=-]|\b(?:or|and|pronounced|listen)\b)*\)|[ \t]*\[\s*\]"
+)
+_OPENED = re.compile(r"\((?:[ \t]*[,;:])+[ \t]*|\([ \t]+")
+_CLOSED = re.compile(r"(?:[ \t]*[,;:])+[ \t]*\)|[ \t]+\)")
+_DOUBLED = re.compile(r"([,;、，])(?:[ \t]*[,;、，])+")
 _SPACES = re.compile(r"[ \t\u00a0\u2000-\u200a\u202f\u3000]{2,}|[\t\u00a0\u2000-\u200a\u202f]")
-_BEFORE_MARK = re.compile(r" +([,.;:!?)](?:\s|$))")
+_BEFORE_MARK = re.compile(r" +([,.;:!?](?:\s|$))")
 _DEBRIS = re.compile(r"\{\{+|\}\}+|\[\[+|\]\]+|\{\||\|\}")
-_HEADING = re.compile(r"={1,6}.*={1,6}\s*$")
+_ATTRIBUTES = re.compile(r"(?:[\w-]+\s*=\s*\"[^\"]*\"\s*\|?\s*)+")
+_ENDS = re.compile(r"[.!?:;…。！？؟।॥.][\"'”’»›)\]」』]*\Z")
+SHORTEST = 60  # characters of a paragraph that has no sentence's end: below, it is a title
+# The text of <nowiki> hides from the other passes behind private characters.
+_MARKS = "[]{}|<>'=&*#:;!-_"
+_HIDE = str.maketrans({mark: chr(0xE100 + i) for i, mark in enumerate(_MARKS)})
+_SHOW = str.maketrans({chr(0xE100 + i): mark for i, mark in enumerate(_MARKS)})
 
 
 def unescape_xml(text: str) -> str:
@@ -69,22 +74,20 @@ class Cleaner:
     """Knows one wiki's namespace names. namespaces: number -> name, from the dump's header."""
 
     def __init__(self, namespaces: Mapping[int, str] | None = None) -> None:
-        names = {
-            number: name.lower().replace("_", " ") for number, name in (namespaces or {}).items()
-        }
-        self.dropped = {*FILE_NAMES, *CATEGORY_NAMES, "media", "special"}
-        for number in (FILE_NAMESPACE, CATEGORY_NAMESPACE, MEDIA_NAMESPACE, SPECIAL_NAMESPACE):
-            if names.get(number):
-                self.dropped.add(names[number])
+        self.hidden = set(HIDDEN_NAMES.split())
+        for number in HIDDEN_NAMESPACES:
+            name = (namespaces or {}).get(number)
+            if name:
+                self.hidden.add(name.lower().replace("_", " "))
 
     def paragraphs(self, text: str) -> list[str]:
         """Paragraphs of prose of a page's wikitext (str, unescaped from XML)."""
-        text = _COMMENT.sub("", text) if "<!--" in text else text
-        kept: list[str] = []
+        nowiki = False
         if "<" in text:
-            text = _NOWIKI.sub(lambda m: _hide(m[1] or "", kept), text)
-            text = _ELEMENT.sub("", text)
-        text = _without_nested(text, _BRACES, _template)
+            text = _COMMENT.sub("", text)
+            text, nowiki = _NOWIKI.subn(lambda m: (m[1] or "").translate(_HIDE), text)
+            text = _without_elements(text)
+        text = without_templates(text)
         text = self._links(text)
         if "[" in text:
             text = _EXTERNAL.sub(lambda m: m[1] or "", text)
@@ -93,84 +96,144 @@ class Cleaner:
             text = _TAG.sub("", text)
         if "''" in text:
             text = _QUOTES.sub(_quotes, text)
-        return [part for part in map(self._finish, _prose_lines(text)) if part and part != "."]
+        if "-{" in text:
+            text = _VARIANT.sub(r"\1", text)
+        found = [part for part in map(_tidied, self._join_lines(text)) if part]
+        return [part.translate(_SHOW) for part in found] if nowiki else found
 
-    def _finish(self, text: str) -> str:
-        return text
+    def _join_lines(self, text: str) -> list[str]:
+        """Joins lines to paragraphs; headings, lists, indented and table lines end one and go."""
+        found: list[str] = []
+        lines: list[str] = []
+        for line in text.split("\n"):
+            line = line.strip()
+            if not line or line[0] in "*#:;|!=" or line.startswith("----") or self._is_file(line):
+                if lines:
+                    found.append(" ".join(lines))
+                    lines = []
+            else:
+                lines.append(line)
+        if lines:
+            found.append(" ".join(lines))
+        return found
+
+    def _is_file(self, line: str) -> bool:
+        """A gallery's line outside of its gallery: `File:Name.jpg|caption`."""
+        head, colon, _ = line[:40].partition(":")
+        return bool(colon) and head.lower() in self.hidden
 
     def _links(self, text: str) -> str:
-        return _without_nested(text, _BRACKETS, self._link)
+        """Links become what they show. Brackets that never close stay, for `_DEBRIS` to take."""
+        pieces: list[list[str]] = [[]]
+        at = 0
+        for match in _BRACKETS.finditer(text):
+            pieces[-1].append(text[at : match.start()])
+            at = match.end()
+            if match[0] == "[[":
+                pieces.append([])
+            elif len(pieces) > 1:
+                inside = "".join(pieces.pop())
+                pieces[-1].append(self._shown(inside))
+        pieces[-1].append(text[at:])
+        return "".join("".join(part) for part in pieces)
 
-    def _link(self, inside: str) -> str:
+    def _shown(self, inside: str) -> str:
         target, bar, label = inside.partition("|")
         target = target.strip()
         head, colon, _ = target.partition(":")
-        if colon:
-            head = head.strip().lower().replace("_", " ")
-            if head in self.dropped:
+        if colon and head:
+            head = head.strip()
+            if head.lower().replace("_", " ") in self.hidden or _LANGUAGE.fullmatch(head):
                 return ""
         if not bar:
-            return target.lstrip(":")
-        return label
+            return target.removeprefix(":")
+        if _THUMBNAIL.search(inside):
+            return ""
+        return label if label.strip() else target.removeprefix(":").partition(" (")[0]
 
 
-def _hide(text: str, kept: list[str]) -> str:
-    return text
+def _without_elements(text: str) -> str:
+    """The text without the elements whose content is no prose; one that never closes is left."""
+    pieces: list[str] = []
+    endless: set[str] = set()
+    at = 0
+    for match in _OPENING.finditer(text):
+        name = match[1].lower()
+        if match.start() < at or name in endless:
+            continue
+        end = match.end()
+        if not match[0].endswith("/>"):
+            closing = _CLOSING[name].search(text, end)
+            if closing is None:
+                endless.add(name)
+                continue
+            end = closing.end()
+        pieces.append(text[at : match.start()])
+        at = end
+    pieces.append(text[at:])
+    return "".join(pieces)
+
+
+def without_templates(text: str) -> str:
+    """The text without {{templates}}, {{{parameters}}} and {| tables |}, but for what templates of
+    a few kinds show (`wikitext_templates`)."""
+    pieces: list[list[str]] = [[]]
+    marks: list[int] = []  # open braces of each level; 0 for a table
+    at = 0
+    for match in _BRACES.finditer(text):
+        mark = match[0]
+        pieces[-1].append(text[at : match.start()])
+        at = match.end()
+        if mark[0] == "{":
+            marks.append(0 if mark == "{|" else len(mark))
+            pieces.append([])
+            continue
+        closing = len(mark)
+        if mark[0] == "|":
+            closing -= 1
+            if marks and not marks[-1]:
+                marks.pop()
+                pieces.pop()
+                closing -= 1
+            else:
+                pieces[-1].append("|" if closing > 1 else mark)
+        while closing > 1 and marks and marks[-1]:
+            opening = marks.pop()
+            inside = "".join(pieces.pop())
+            if opening - closing > 1:  # {{{{a}}b}}: the outer one is still open
+                marks.append(opening - closing)
+                pieces.append([expand(inside)])
+            elif opening != 3:
+                pieces[-1].append(expand(inside))
+            closing -= opening
+    pieces[-1].append(text[at:])
+    return "".join("".join(part) for part in pieces)
 
 
 def _quotes(match: re.Match[str]) -> str:
-    """Bold and italic marks go; the apostrophe of l'''amour'' stays."""
-    return {4: "'"}.get(len(match[0]), "'" * max(0, len(match[0]) - 5))
+    """Bold and italic marks go; a single apostrophe stays: l'''amour'' is l'amour."""
+    if len(match[0]) == 3:
+        before = match.string[max(0, match.start() - 1) : match.start()]
+        return (
+            "'"
+            if before.isalpha() and match.string[match.end() : match.end() + 1].isalpha()
+            else ""
+        )
+    return "'" if len(match[0]) == 4 else "'" * (len(match[0]) - 5)
 
 
-def _template(inside: str) -> str:
-    return ""
-
-
-def _without_nested(text: str, marks: re.Pattern[str], keep: Callable[[str], str]) -> str:
-    """Replaces each outermost pair of marks; text outside stays."""
-    out: list[str] = []
-    stack: list[tuple[str, int, list[str]]] = []
-    at = 0
-    for match in marks.finditer(text):
-        mark = match[0]
-        here = stack[-1][2] if stack else out
-        here.append(text[at : match.start()])
-        at = match.end()
-        if mark[0] in "{[":
-            stack.append((mark, match.start(), []))
-        elif stack:
-            _, _, parts = stack.pop()
-            (stack[-1][2] if stack else out).append(keep("".join(parts)))
-    rest = text[at:]
-    while stack:
-        _, _, parts = stack.pop()
-        rest = "".join(parts) + rest
-    out.append(rest)
-    return "".join(out)
-
-
-def _prose_lines(text: str) -> list[str]:
-    """Joins lines to paragraphs; headings, lists, indented and table lines end one and go."""
-    paragraphs: list[str] = []
-    lines: list[str] = []
-    for line in text.split("\n"):
-        line = line.strip()
-        if not line or line[0] in "*#:;|!=" or line.startswith("----"):
-            if lines:
-                paragraphs.append(" ".join(lines))
-                lines = []
-            continue
-        lines.append(line)
-    if lines:
-        paragraphs.append(" ".join(lines))
-    done = []
-    for text in paragraphs:
-        if "&" in text:
-            text = html.unescape(text)
-        text = _DEBRIS.sub("", _SWITCH.sub("", text))
-        text = _EMPTY_BRACKETS.sub("", text)
-        text = _BEFORE_MARK.sub(r"\1", _SPACES.sub(" ", text)).strip()
-        if text:
-            done.append(text)
-    return done
+def _tidied(text: str) -> str:
+    """One paragraph of text, or nothing if it is no prose."""
+    if "&" in text:
+        text = html.unescape(text)
+    if "__" in text:
+        text = _SWITCH.sub("", text)
+    text = _DEBRIS.sub("", text)
+    if "(" in text or "[" in text:
+        text = _CLOSED.sub(")", _OPENED.sub("(", _EMPTY_BRACKETS.sub("", text)))
+    text = _BEFORE_MARK.sub(r"\1", _DOUBLED.sub(r"\1", _SPACES.sub(" ", text))).strip()
+    if len(text) < SHORTEST and not _ENDS.search(text):
+        return ""
+    if "=" in text and _ATTRIBUTES.fullmatch(text):
+        return ""
+    return text if any(map(str.isalpha, text)) else ""

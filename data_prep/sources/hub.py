@@ -16,6 +16,7 @@ from configs.errors import UserError
 from configs.schema import SourceConfig
 from data_prep.sources.base import (
     RANGE_BYTES,
+    SMALL_UNIT,
     Document,
     Piece,
     Range,

@@ -22,7 +22,13 @@ _ID = re.compile(rb"<id>\s*(\d+)\s*</id>")
 _TEXT = re.compile(rb"<text\b[^>]*?(?:/>|>(.*?)</text>)", re.S)
 _MODEL = re.compile(rb"<model>\s*(.*?)\s*</model>")
 _NAMESPACE = re.compile(r'<namespace key="(-?\d+)"[^>]*?(?:/>|>(.*?)</namespace>)', re.S)
-_REDIRECT = re.compile(r"\s*#[^\W\d_]+\s*:?\s*\[\[", re.I)
+# For dumps older than the <redirect> element.
+_REDIRECT = re.compile(
+    r"\s*#(?:redirect(?:ion)?|weiterleitung|redirecci[oó]n|redirecionamento|rinvia|doorverwijzing|patrz|przekieruj"
+    r"|tam|перенаправление|перенапр|転送|リダイレクト|تحويل|重定向|넘겨주기|omdirigering|ohjaus|přesměruj|yönlendirme)"
+    r"\s*:?\s*\[\[",
+    re.I,
+)
 
 
 class WikipediaSource(Source):
