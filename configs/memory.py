@@ -22,24 +22,37 @@ def parameters_per_rank(config: ModelConfig, tp: int) -> int:
     return sharded // tp + whole
 
 
-def state_bytes(config: ModelConfig, parallel: ParallelConfig, dp: int, precision: str) -> int:
-    """Weights, fp32 gradients, and the optimiser's fp32 master and two moments of one process.
+def state_parts(
+    config: ModelConfig, parallel: ParallelConfig, dp: int, precision: str
+) -> dict[str, float]:
+    """Bytes of weights, fp32 gradients and the optimiser's fp32 masters and moments of one process.
 
     ZeRO-1 and ZeRO-2 share masters and moments out over dp; gradients stay whole, since they are
-    reduced once per global batch.
+    reduced once per global batch. fp32 weights are their own masters unless they are shared out.
     """
     n = parameters_per_rank(config, parallel.tp)
     shared = dp if parallel.zero_stage > 0 else 1
     weights, masters = (4, 4 if shared > 1 else 0) if precision == "fp32" else (2, 4)
-    reduced = 4 * n // shared if shared > 1 else 0
-    rounded = (2 * n // shared) if shared > 1 and precision != "fp32" else 0
-    return n * (weights + 4) + n * (masters + 8) // shared + reduced + rounded
+    parts = {
+        "weights": n * weights,
+        "gradients": 4 * n,
+        "masters": n * masters / shared,
+        "moments": 8 * n / shared,
+    }
+    if shared > 1:  # the reduced part of the gradients, the rounded part of the weights
+        parts["exchange"] = (4 * n + (2 * n if precision != "fp32" else 0)) / shared
+    return parts
 
 
-def activation_bytes_per_token(
+def state_bytes(config: ModelConfig, parallel: ParallelConfig, dp: int, precision: str) -> float:
+    """The sum of `state_parts`."""
+    return sum(state_parts(config, parallel, dp, precision).values())
+
+
+def activation_parts_per_token(
     config: ModelConfig, parallel: ParallelConfig, precision: str, fused: bool = True
-) -> float:
-    """What the forward pass keeps for the backward pass, per token of a micro-batch.
+) -> dict[str, float]:
+    """Bytes that the forward pass keeps for the backward pass, per token of a micro-batch.
 
     Per layer and in units of H elements: input, qkv (3), attention output, sum and output of two
     LayerNorms (4), and the intermediate before and after its GELU (2 x I / H); without fused
@@ -56,7 +69,14 @@ def activation_bytes_per_token(
         else (config.num_layers * layer)
     )
     logits = 0.16 * padded_vocab(config, tp) / tp * (2 * size + 4)
-    return layers + logits + 8 * size * h
+    return {"activations": layers + 8 * size * h, "logits": logits}
+
+
+def activation_bytes_per_token(
+    config: ModelConfig, parallel: ParallelConfig, precision: str, fused: bool = True
+) -> float:
+    """The sum of `activation_parts_per_token`."""
+    return sum(activation_parts_per_token(config, parallel, precision, fused).values())
 
 
 def training_bytes(
