@@ -36,7 +36,7 @@ _TAG = re.compile(r"</?[a-zA-Z][^<>]*>")
 _BRACES = re.compile(r"\{\{+|\}\}+|\{\||\|\}+")
 _BRACKETS = re.compile(r"\[\[|\]\]")
 _EXTERNAL = re.compile(
-    r"\[(?:(?:https?|ftps?|news|irc|mailto):|//)[^\s\[\]]*(?:[ \t]+([^\]\n]*))?\]", re.I
+    r"\[(?:(?:https?|ftps?|news|irc|mailto):|//)[^\s\[\]]*(?:[ \t]+([^\[\]\n]*))?\]", re.I
 )
 _LANGUAGE = re.compile(r"[a-z]{2,3}(?:-[a-z-]+)?|simple")
 _THUMBNAIL = re.compile(r"\|\s*(?:thumb|thumbnail|frame|frameless|mini|miniatur|\d+px)\s*(?:\||$)")
