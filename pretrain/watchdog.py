@@ -7,7 +7,8 @@ on it: the stacks of its process to standard error and to train/stacks/, then ex
 
 - An exception on a rank: `fail` publishes it and every rank ends with that rank's error.
 - A dead process or machine: its signs of life stop.
-- A hang: its main thread has not called `beat` for too long. All ranks stop beating then (they wait
+- A hang: its main thread has not called `beat` for too long (also measured by what is usual for this
+  run, so that a slow machine is not taken for a hung one). All ranks stop beating then (they wait
   for the hung one), so the ranks with the fewest beats are the ones named; ranks therefore have to
   beat at the same places.
 
@@ -28,10 +29,9 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from configs.errors import LOST_RANK_EXIT
+from configs.errors import LOST_RANK_EXIT, UserError
 
 _HANG_SHARE, _DEAD_SHARE = 0.75, 0.4
 _STARTUP_S = 3600.0  # until the first update is done: building, compiling, loading
@@ -97,13 +97,16 @@ class Watchdog:
         """Tells the other ranks what ended this one. The caller goes on to raise the error."""
         if self.timeout_s <= 0 or self.store is None:
             return
-        text = "".join(traceback.format_exception(error)).strip()
-        if any(sign in text for sign in _PEER_ERRORS):
+        code, text = LOST_RANK_EXIT, "".join(traceback.format_exception(error)).strip()
+        if isinstance(error, UserError):  # the others leave with its own code, too
+            code, text = error.exit_code, str(error)
+        elif isinstance(error, KeyboardInterrupt):
+            code, text = 130, "interrupted"
+        elif any(sign in text for sign in _PEER_ERRORS):
             # A peer's death looks like this from here; its own silence is about to name it.
             self._done.wait(self.timeout_s)
         with contextlib.suppress(RuntimeError):
-            # The first error is the cause; those of the other ranks follow from it.
-            self.store.compare_set("verdict", "", f"{self._name()} failed in {self._what}:\n{text}")
+            self._publish(code, f"{self._name()} failed in {self._what}:\n{text}")
             if self.rank == 0:  # the store ends with this process: let the others read first
                 time.sleep(3 * self.poll_s)
         self._done.set()
@@ -118,6 +121,7 @@ class Watchdog:
         if self.store is None:
             return
         with contextlib.suppress(RuntimeError):
+            self.store.set(f"rank/{self.rank}", "null")  # gone, not dead
             self.store.add("left", 1)
             end = time.monotonic() + self.timeout_s
             while (
@@ -132,27 +136,33 @@ class Watchdog:
             try:
                 verdict = self._look()
             except RuntimeError:  # the store is gone
-                verdict = "" if self._done.is_set() else "rank 0 is gone"
+                verdict = f"{LOST_RANK_EXIT} rank 0 is gone"
             if verdict and not self._done.is_set():
-                self._end(verdict)
+                code, text = verdict.split(" ", 1)
+                self._end(int(code), text)
                 return
 
     def _look(self) -> str:
         self._say_alive()
         if self.store is None:
-            return self._judge({0: self._sign()})
+            verdict = self._judge({0: self._sign()})
+            return verdict and f"{LOST_RANK_EXIT} {verdict}"
         if self.store.check(["verdict"]):
             return str(self.store.get("verdict").decode())
         if self.rank == 0:
             signs = self._signs()
             verdict = self._judge(signs)
             if verdict:
-                verdict = str(self.store.compare_set("verdict", "", verdict).decode())
+                verdict = self._publish(LOST_RANK_EXIT, verdict)
             return verdict
         return ""
 
+    def _publish(self, code: int, text: str) -> str:
+        """The first verdict stands, as it is the cause and later ones follow from it."""
+        return str(self.store.compare_set("verdict", "", f"{code} {text}").decode())
+
     def _sign(self) -> dict[str, Any]:
-        limit = max(_HANG_SHARE * self.timeout_s, 5 * median(self._gaps) if self._gaps else 0.0)
+        limit = max(_HANG_SHARE * self.timeout_s, 2 * max(self._gaps, default=0.0))
         return {"tick": self._ticks, "beats": self._beats, "what": self._what, "name": self._name(),
                 "age": time.monotonic() - self._at, "limit": limit + self._extra,
                 "dead": self.timeout_s * (1.0 if self._extra else _DEAD_SHARE)}  # fmt: skip
@@ -175,7 +185,8 @@ class Watchdog:
             text = raw.decode()
             if self._seen.get(rank, ("", 0.0))[0] != text:
                 self._seen[rank] = text, now
-        return {rank: json.loads(self._seen[rank][0]) for rank in started}
+        signs = {rank: json.loads(self._seen[rank][0]) for rank in started}
+        return {rank: sign for rank, sign in signs.items() if sign}
 
     def _judge(self, signs: dict[int, dict[str, Any]]) -> str:
         now = time.monotonic()
@@ -187,9 +198,16 @@ class Watchdog:
         named = dead or [r for r, sign in signs.items() if sign["beats"] == fewest]
         return "\n".join(_charge(signs[r], silent.get(r, 0.0), 10 * self.poll_s) for r in named)
 
-    def _end(self, verdict: str) -> None:
+    def _end(self, code: int, verdict: str) -> None:
         faulthandler.cancel_dump_traceback_later()
         print(f"error: {verdict}", file=sys.stderr, flush=True)
+        if code == LOST_RANK_EXIT:
+            self._show_stacks(verdict)
+        if self.rank == 0 and self.store is not None:
+            time.sleep(3 * self.poll_s)  # the others read the verdict before the store ends
+        self.leave(code)
+
+    def _show_stacks(self, verdict: str) -> None:
         with contextlib.suppress(OSError):
             stacks = self.folder / "stacks"
             stacks.mkdir(parents=True, exist_ok=True)
@@ -205,9 +223,6 @@ class Watchdog:
             file=sys.stderr,
             flush=True,
         )
-        if self.rank == 0 and self.store is not None:
-            time.sleep(3 * self.poll_s)  # the others read the verdict before the store ends
-        self.leave(LOST_RANK_EXIT)
 
     def _name(self) -> str:
         return f"rank {self.rank} ({socket.gethostname()}, pid {os.getpid()})"

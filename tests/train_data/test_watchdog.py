@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from configs.errors import LOST_RANK_EXIT
+from configs.errors import DIVERGED_EXIT, LOST_RANK_EXIT
 from pretrain.watchdog import Watchdog
 
 
@@ -34,6 +34,17 @@ def test_an_exception_on_one_rank_ends_all_with_its_error(repo, tmp_path, bad) -
     assert f"error: rank {bad} " in err and "failed in data" in err
     assert "ValueError: row 17 is broken" in err
     assert not [r for r in range(3) if r != bad and f"error: rank {r} " in err]
+
+
+def test_a_rank_that_the_guard_stops_ends_all_with_the_guards_exit_code(repo, tmp_path) -> None:
+    codes, err = run(repo, tmp_path, "diverge", 1)
+    assert set(codes) == {DIVERGED_EXIT}
+    assert "loss nan" in err and "Traceback" not in err and not (tmp_path / "stacks").exists()
+
+
+def test_ranks_that_left_early_are_not_taken_for_dead(repo, tmp_path) -> None:
+    codes, err = run(repo, tmp_path, "linger", 0)
+    assert codes == [0, 0, 0] and "error" not in err
 
 
 @pytest.mark.parametrize("bad", [0, 1])
@@ -103,9 +114,9 @@ def test_a_machine_that_is_slow_in_every_step_is_not_hung(tmp_path, left) -> Non
     dog = watch(tmp_path, left, timeout_s=2.0)
     dog.running()
     for _ in range(3):  # the limit follows what is usual here
-        time.sleep(0.6)
+        time.sleep(1.0)
         dog.beat("forward")
-    time.sleep(2.2)
+    time.sleep(1.8)
     assert not left
     dog.close()
 

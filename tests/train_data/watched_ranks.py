@@ -1,6 +1,6 @@
 """Started by test_watchdog: gloo ranks that train on nothing, one of which goes wrong.
 
-usage: python -m tests.train_data.watched_ranks FOLDER {fine,raise,kill,hang,gil} [BAD_RANK]
+usage: python -m tests.train_data.watched_ranks FOLDER {fine,raise,diverge,kill,hang,gil,linger} [BAD_RANK]
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from configs import UserError
+from pretrain.guard import TrainingStopped
 from pretrain.watchdog import Watchdog, connect
 
 WORLD, TIMEOUT_S, STEPS = 3, 12.0, 6
@@ -33,9 +35,14 @@ def rank_main(rank: int, port: int, folder: str, fault: str, bad: int) -> None:
             dist.all_reduce(torch.ones(1))
             dog.running()
             time.sleep(0.1)
+    except UserError as error:
+        dog.fail(error)
+        os._exit(error.exit_code)
     except BaseException as error:
         dog.fail(error)
         raise
+    if fault == "linger" and rank == bad:
+        time.sleep(6)  # more than a dead rank is given, less than a hung one
     dog.close()
     dist.destroy_process_group()
 
@@ -43,6 +50,8 @@ def rank_main(rank: int, port: int, folder: str, fault: str, bad: int) -> None:
 def go_wrong(fault: str) -> None:
     if fault == "raise":
         raise ValueError("row 17 is broken")
+    if fault == "diverge":
+        raise TrainingStopped("loss nan", "lower lr")
     if fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if fault == "hang":
