@@ -12,6 +12,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from cluster.environment import free_port
@@ -45,14 +46,18 @@ def world(size: int, function: str, *arguments, timeout: float = 600) -> list:
                 subprocess.Popen(command, env=env, cwd=REPO, stdout=log, stderr=subprocess.STDOUT)
             )
         try:
-            for process in processes:
-                process.wait(timeout)
+            end = time.monotonic() + timeout
+            while any(p.poll() is None for p in processes) and time.monotonic() < end:
+                if any(p.poll() not in (None, 0) for p in processes):
+                    end = min(end, time.monotonic() + 5)  # the others wait for the failed one
+                time.sleep(0.05)
         finally:
             for process in processes:
                 process.kill()
         logs = [(Path(folder) / f"{rank}.log").read_text()[-4000:] for rank in range(size)]
-        bad = [r for r, p in enumerate(processes) if p.returncode != 0]
-        if bad:
+        codes = [p.wait() for p in processes]
+        if any(codes):  # a killed one waited for a failed one: show the failed one
+            bad = [r for r, code in enumerate(codes) if code > 0] or list(range(size))
             raise AssertionError("\n".join(f"--- rank {r} failed ---\n{logs[r]}" for r in bad[:2]))
         return [pickle.loads((Path(folder) / f"job.{r}").read_bytes()) for r in range(size)]
 

@@ -215,4 +215,3 @@ def run_all(layouts: list[Layout]) -> dict[str, tuple]:
     return out
 
 
-__all__ = ["Layout", "asdict", "reference", "run_all"]

@@ -1,0 +1,78 @@
+"""Ten updates in every layout equal the plain model with the reference LAMB (issue: 1e-5).
+
+All layouts run inside one world of four processes; smaller layouts run as several copies in it.
+Attention key biases are left out: their true gradient is zero and Adam-type updates turn its
+rounding noise into full steps (test_model_parity shows that outputs do not depend on them).
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.trainer.launch import world
+from tests.trainer.layouts import Layout, reference
+
+ENGINE = {0: "lean", 1: "deepspeed", 2: "deepspeed"}
+SHAPES = [(1, 1), (1, 2), (2, 1), (2, 2), (4, 1)]
+FP32 = [
+    Layout(tp, dp, zero, accumulate, ENGINE[zero])
+    for tp, dp in SHAPES
+    for zero in (0, 1, 2)
+    for accumulate in (1, 4)
+    if dp > 1 or zero < 2  # with one data-parallel rank ZeRO has nothing to share out
+]
+FP32 += [Layout(1, 4, 1, 1), Layout(2, 2, 1, 4)]  # the lean engine's ZeRO-1
+FP32 += [Layout(2, 1, 0, 1, sequence=True), Layout(2, 2, 1, 4, "deepspeed", sequence=True)]
+FP32 += [Layout(4, 1, 0, 1, sequence=True), Layout(2, 2, 1, 1, "deepspeed", recompute=True)]
+LOW = [
+    Layout(1, 1, 0, 4, "lean", "bf16"),
+    Layout(1, 2, 1, 4, "lean", "bf16"),
+    Layout(2, 2, 1, 4, "lean", "bf16"),
+    Layout(1, 2, 1, 4, "deepspeed", "bf16"),
+    Layout(2, 2, 1, 4, "deepspeed", "bf16"),
+    Layout(2, 2, 2, 4, "deepspeed", "bf16"),
+    Layout(1, 1, 0, 4, "lean", "fp16"),
+    Layout(2, 2, 1, 4, "deepspeed", "fp16"),
+    Layout(1, 2, 2, 4, "deepspeed", "fp16"),
+]
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return reference()
+
+
+@pytest.fixture(scope="module")
+def results():
+    return world(4, "tests.trainer.layouts:run_all", FP32 + LOW)[0]
+
+
+def worst(tensors, wanted):
+    """(largest ||difference|| / ||tensor||, its name) over all tensors but the key biases."""
+    return max(
+        (float((tensors[k] - w).norm() / w.norm()), k) for k, w in wanted.items() if "key.bias" not in k
+    )
+
+
+@pytest.mark.parametrize("layout", FP32, ids=str)
+def test_layout_equals_the_reference(layout, results, expected):
+    losses, norms, tensors = results[str(layout)]
+    assert losses == pytest.approx(expected[0], abs=1e-5)
+    # B37: the global gradient norm counts replicated tensors once and sharded ones whole
+    assert norms == pytest.approx(expected[1], rel=1e-5)
+    assert set(tensors) == set(expected[2])
+    assert worst(tensors, expected[2])[0] <= 1e-5, worst(tensors, expected[2])
+
+
+@pytest.mark.parametrize("layout", LOW, ids=str)
+def test_low_precision_tracks_the_reference(layout, results, expected):
+    """bf16 keeps 8 bits, fp16 11: the losses follow, and layouts agree better than with fp32."""
+    losses, norms, tensors = results[str(layout)]
+    close = 0.05 if layout.precision == "bf16" else 0.01
+    assert losses == pytest.approx(expected[0], abs=close)
+    assert norms == pytest.approx(expected[1], rel=close)
+    assert worst(tensors, expected[2])[0] < close, worst(tensors, expected[2])
+
+
+def test_clipping_is_active(expected):
+    assert min(expected[1]) > 1.0, "the limit of the norm must have been felt, or B37 shows nothing"
