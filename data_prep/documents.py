@@ -70,6 +70,12 @@ def _splitter(language: str, abbreviations: str) -> Splitter:
     return Splitter(words, language)
 
 
+def forget() -> None:
+    """Frees the tokenizer and its cache of words, which the next tasks have no use for."""
+    _tokenizer.cache_clear()
+    _splitter.cache_clear()
+
+
 class _Batch:
     """Documents on their way through splitter and tokenizer, a megabyte at a time."""
 

@@ -58,6 +58,9 @@ class Executor:
         """Runs on the lead alone; every rank gets the result."""
         return function()
 
+    def close(self) -> None:
+        """Lets the workers go."""
+
     def _progress(self, sizes: Sequence[int], what: str, unit: str) -> Progress:
         return Progress(max(sum(sizes), 1), what, unit, quiet=not self.is_lead or not sizes)
 
@@ -80,10 +83,11 @@ def describe(item: Any) -> str:
 
 
 class Processes(Executor):
-    """`workers` spawned processes, fed one task at a time."""
+    """Up to `workers` spawned processes, fed one task at a time; they stay until `close`."""
 
     def __init__(self, workers: int) -> None:
         self.workers = workers
+        self._processes: dict[Any, Any] = {}  # our end of its pipe -> process
 
     def map(
         self,
@@ -97,43 +101,52 @@ class Processes(Executor):
         count = min(self.workers, len(items))
         if count <= 1:
             return super().map(function, context, items, sizes, what, unit)
+        while len(self._processes) < count:
+            self._start()
         results: list[Any] = [None] * len(items)
         # Largest first, so that no long task is left alone at the end.
         waiting = sorted(range(len(items)), key=lambda i: (sizes[i], -i))
-        spawn = get_context("spawn")
-        pipes: dict[Any, Any] = {}
         busy: dict[Any, int] = {}
         try:
-            for _ in range(count):
-                ours, theirs = spawn.Pipe()
-                process = spawn.Process(
-                    target=_worker, args=(theirs, function, context), daemon=True
-                )
-                process.start()
-                theirs.close()
-                pipes[ours] = process
-                busy[ours] = waiting.pop()
-                ours.send(items[busy[ours]])
+            for pipe in list(self._processes)[:count]:
+                pipe.send((function, context))
+                busy[pipe] = waiting.pop()
+                pipe.send(items[busy[pipe]])
             with self._progress(sizes, what, unit) as bar:
                 while busy:
                     ready: list[Any] = connection.wait(list(busy))
                     for pipe in ready:
                         index = busy.pop(pipe)
-                        results[index] = _receive(pipe, pipes[pipe], items[index])
+                        results[index] = _receive(pipe, self._processes[pipe], items[index])
                         bar.update(sizes[index])
                         if waiting:
                             busy[pipe] = waiting.pop()
                             pipe.send(items[busy[pipe]])
-        finally:
-            for pipe, process in pipes.items():
-                pipe.close()  # an idle worker ends at once
-                if pipe in busy:
-                    process.terminate()
-            for process in pipes.values():
-                process.join(5)
-                if process.is_alive():
-                    process.kill()
+                        else:
+                            pipe.send(None)  # the end of this list of tasks
+        except BaseException:
+            for process in self._processes.values():
+                process.terminate()
+            self.close()
+            raise
         return results
+
+    def _start(self) -> None:
+        spawn = get_context("spawn")
+        ours, theirs = spawn.Pipe()
+        process = spawn.Process(target=_worker, args=(theirs,), daemon=True)
+        process.start()
+        theirs.close()
+        self._processes[ours] = process
+
+    def close(self) -> None:
+        for pipe in self._processes:
+            pipe.close()  # an idle worker ends at once
+        for process in self._processes.values():
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+        self._processes = {}
 
 
 def _receive(pipe: Any, process: Any, item: Any) -> Any:
@@ -154,24 +167,25 @@ def _receive(pipe: Any, process: Any, item: Any) -> Any:
     return value
 
 
-def _worker(pipe: Any, function: Task, context: Any) -> None:
+def _worker(pipe: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     _end_with_parent()
-    while True:
-        try:
-            item = pipe.recv()
-        except (EOFError, ConnectionError):
-            return
-        try:
-            message = ("done", _guarded(function, context, item))
-        except TaskFailed as error:
-            message = ("failed", (error.what, error.remedy))
-        except UserError as error:
-            message = ("user", (error.what, error.remedy))
-        try:
-            pipe.send(message)
-        except (BrokenPipeError, ConnectionError):
-            return
+    try:
+        while True:
+            function, context = pipe.recv()
+            while (item := pipe.recv()) is not None:
+                pipe.send(_outcome(function, context, item))
+    except (EOFError, ConnectionError):
+        return
+
+
+def _outcome(function: Task, context: Any, item: Any) -> tuple[str, Any]:
+    try:
+        return "done", _guarded(function, context, item)
+    except TaskFailed as error:
+        return "failed", (error.what, error.remedy)
+    except UserError as error:
+        return "user", (error.what, error.remedy)
 
 
 def _end_with_parent() -> None:

@@ -18,7 +18,7 @@ import numpy as np
 
 from configs.schema import MaskingConfig, ShardsConfig
 from data_prep.arrays import is_whole, load_arrays, load_meta, save_arrays
-from data_prep.documents import Context, select
+from data_prep.documents import Context, forget, select
 from data_prep.masks import static_masks
 from data_prep.pairs import Plan, Pool, assemble, plan_rows
 from data_prep.shard_writer import concatenate, write_part
@@ -70,6 +70,7 @@ def build_group(context: SetContext, group: Group) -> dict[str, Any]:
     path = group.file(context)
     if is_whole(path):
         return load_meta(path)
+    forget()
     pool, copies, names = _load_pool(context, group)
     shards = context.shards
     plan = Plan()

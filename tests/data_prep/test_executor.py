@@ -1,0 +1,307 @@
+"""Workers and ranks: the same bytes for any number of them, and a failure ends the whole job."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from configs import UserError
+from data_prep.executor import Executor, Processes, TaskFailed, deal, make_executor
+from tests.data_prep.corpus import command, recipe_file, run, tree, write_texts
+
+
+@dataclass(frozen=True)
+class Job:
+    value: int
+
+    @property
+    def label(self) -> str:
+        return f"job {self.value} (file-{self.value}.txt)"
+
+
+def square(context: int, job: Job) -> int:
+    return context + job.value**2
+
+
+def fail_on_three(context: Any, job: Job) -> int:
+    if job.value == 3:
+        raise ValueError("something odd")
+    if job.value > 3:
+        time.sleep(0.2)
+    return job.value
+
+
+def refuse_three(context: Any, job: Job) -> int:
+    if job.value == 3:
+        raise UserError("file-3.txt: not text", "give text")
+    return job.value
+
+
+def die_on_three(context: Any, job: Job) -> int:
+    if job.value == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return job.value
+
+
+JOBS = [Job(n) for n in range(7)]
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_results_come_in_the_order_of_the_items(workers: int) -> None:
+    executor = Processes(workers)
+    sizes = [1, 9, 2, 8, 3, 7, 4]
+    assert executor.map(square, 100, JOBS, sizes, "squares") == [100 + n * n for n in range(7)]
+    assert executor.map(square, 5, JOBS[:3], sizes[:3], "squares") == [5, 6, 9]  # same workers
+    executor.close()
+
+
+@pytest.mark.parametrize("executor", [Executor(), Processes(2)])
+def test_a_failing_task_names_its_file(executor: Executor) -> None:
+    with pytest.raises(TaskFailed) as error:
+        executor.map(fail_on_three, None, JOBS, [1] * 7, "jobs")
+    assert "file-3.txt" in error.value.what and "ValueError: something odd" in error.value.what
+    assert "fail_on_three" in error.value.what  # the trace
+
+
+@pytest.mark.parametrize("executor", [Executor(), Processes(2)])
+def test_a_users_mistake_comes_without_a_trace(executor: Executor) -> None:
+    with pytest.raises(UserError) as error:
+        executor.map(refuse_three, None, JOBS, [1] * 7, "jobs")
+    assert (error.value.what, error.value.remedy) == ("file-3.txt: not text", "give text")
+
+
+def test_a_killed_worker_is_named() -> None:
+    with pytest.raises(TaskFailed, match=r"file-3\.txt.*was killed by signal 9"):
+        Processes(2).map(die_on_three, None, JOBS, [1] * 7, "jobs")
+
+
+@given(st.lists(st.integers(0, 1000), max_size=60), st.integers(1, 9))
+def test_deal_gives_every_item_to_one_worker(sizes: list[int], workers: int) -> None:
+    hands = deal(sizes, workers)
+    assert sorted(i for hand in hands for i in hand) == list(range(len(sizes)))
+    loads = [sum(max(sizes[i], 1) for i in hand) for hand in hands]
+    assert max(loads) - min(loads) <= max([*sizes, 1])
+
+
+def test_unknown_executors_are_refused() -> None:
+    with pytest.raises(UserError, match="prep.executor='threads'"):
+        make_executor("threads", 1)
+    with pytest.raises(UserError, match="prep.workers=-1"):
+        make_executor("processes", -1)
+    assert make_executor("processes", 3).workers == 3
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recipe over 20 files, each a unit of its own, with a finished vocabulary."""
+    folder = tmp_path_factory.mktemp("corpus")
+    text = write_texts(folder / "text", files=20, sentences=120)
+    body = "shards: {a: {max_length: 64, dupe_factor: 2}, b: {max_length: 128, objective: sop}}\n"
+    return recipe_file(folder, text, body)
+
+
+@pytest.fixture(scope="module")
+def expected(corpus: Path, repo: Path) -> dict[str, str]:
+    vocab(corpus, repo, "one")
+    result = run(command(corpus, f"work_dir={corpus.parent}/one"), repo)
+    assert result.returncode == 0, result.stderr
+    return tree(corpus.parent / "one" / "shards")
+
+
+def vocab(corpus: Path, repo: Path, name: str) -> Path:
+    """A work_dir of its own with the vocabulary in it."""
+    work = corpus.parent / name
+    first = corpus.parent / "one"
+    if name == "one":
+        arguments = [sys.executable, "-m", "data_prep", "vocab", str(corpus), f"work_dir={work}"]
+        result = run(arguments, repo)
+        assert result.returncode == 0, result.stderr
+    else:
+        shutil.copytree(first / "vocab", work / "vocab")
+    return work
+
+
+@pytest.mark.parametrize("workers", [2, 3, 8])
+def test_same_bytes_for_any_number_of_workers(
+    corpus: Path, repo: Path, expected: dict[str, str], workers: int
+) -> None:
+    work = vocab(corpus, repo, f"workers-{workers}")
+    result = run(command(corpus, f"work_dir={work}", f"prep.workers={workers}"), repo)
+    assert result.returncode == 0, result.stderr
+    assert tree(work / "shards") == expected
+
+
+def kill_and_resume(corpus: Path, repo: Path, work: Path, moments: int, seed: int) -> int:
+    """Starts the build, kills its whole group at random moments, and lets the last run finish.
+
+    Returns how many of the kills struck a running build.
+    """
+    draw = random.Random(seed)
+    arguments = command(corpus, f"work_dir={work}", "prep.workers=2")
+    environment = {**os.environ, "PYTHONPATH": str(repo), "OMP_NUM_THREADS": "1"}
+    struck, longest = 0, 4.0
+    for _ in range(moments):
+        process = subprocess.Popen(
+            arguments, cwd=repo, env=environment, start_new_session=True,
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        deadline = time.monotonic() + draw.uniform(0.5, longest)
+        while process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            struck += 1
+        _, errors = process.communicate()
+        assert process.returncode in (0, -signal.SIGKILL), errors.decode()
+        if process.returncode == 0 and longest > 1.5:  # a fast machine: strike earlier
+            longest *= 0.7
+            shutil.rmtree(work / "shards")
+    result = run(arguments, repo)
+    assert result.returncode == 0, result.stderr
+    return struck
+
+
+def test_b21_killed_three_times(corpus: Path, repo: Path, expected: dict[str, str]) -> None:
+    work = vocab(corpus, repo, "killed-3")
+    assert kill_and_resume(corpus, repo, work, 3, seed=1) >= 1
+    assert tree(work / "shards") == expected
+
+
+@pytest.mark.slow
+def test_b21_killed_at_twenty_random_moments(
+    corpus: Path, repo: Path, expected: dict[str, str]
+) -> None:
+    work = vocab(corpus, repo, "killed-20")
+    assert kill_and_resume(corpus, repo, work, 20, seed=2) >= 10
+    assert tree(work / "shards") == expected
+
+
+def test_b21_finished_units_are_untouched_after_a_kill(
+    corpus: Path, repo: Path, expected: dict[str, str]
+) -> None:
+    """kill -9 after 7 finished units, then after 15: what was finished keeps its times."""
+    work = vocab(corpus, repo, "counted")
+    arguments = command(corpus, f"work_dir={work}", "prep.workers=2")
+    environment = {**os.environ, "PYTHONPATH": str(repo), "OMP_NUM_THREADS": "1"}
+    times: dict[Path, int] = {}
+    for wanted in (7, 15):
+        process = subprocess.Popen(
+            arguments, cwd=repo, env=environment, start_new_session=True, stdout=subprocess.DEVNULL
+        )
+        while process.poll() is None and len(list(work.rglob("unit-*.arrays"))) < wanted:
+            time.sleep(0.002)
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        now = {p: p.stat().st_mtime_ns for p in work.rglob("unit-*.arrays")}
+        assert {p: now.get(p) for p in times} == times or process.returncode == 0
+        times = now
+    result = run(arguments, repo)
+    assert result.returncode == 0, result.stderr
+    assert tree(work / "shards") == expected
+
+
+def test_workers_end_with_a_killed_parent(corpus: Path, repo: Path, tmp_path: Path) -> None:
+    """kill -9 of the parent alone leaves no worker behind."""
+    code = (
+        "import os, sys, time\n"
+        "from data_prep.executor import Processes\n"
+        "from tests.data_prep.sleeper import sleep_long\n"
+        "Processes(2).map(sleep_long, sys.argv[1], [1, 2], [1, 1], 'sleep')\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(repo)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], cwd=repo, env=environment
+    )
+    deadline = time.monotonic() + 60
+    while len(list(tmp_path.glob("*"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    workers = [int(p.name) for p in tmp_path.glob("*")]
+    assert len(workers) == 2
+    process.kill()
+    process.wait()
+    while any(alive(pid) for pid in workers) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not any(alive(pid) for pid in workers)
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+needs_mpi = pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed")
+MPI_AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+
+def mpirun(ranks: int, arguments: list[str], repo: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, **MPI_AS_ROOT, "PYTHONPATH": str(repo), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        ["mpirun", "-n", str(ranks), "--oversubscribe", *arguments], cwd=repo, env=environment,
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+
+
+@needs_mpi
+@pytest.mark.mpi
+def test_mpi_writes_the_bytes_of_one_process(
+    corpus: Path, repo: Path, expected: dict[str, str]
+) -> None:
+    work = vocab(corpus, repo, "mpi")
+    result = mpirun(3, command(corpus, f"work_dir={work}", "prep.executor=mpi"), repo)
+    assert result.returncode == 0, result.stderr
+    assert tree(work / "shards") == expected
+
+
+@needs_mpi
+@pytest.mark.mpi
+def test_b19_one_failing_rank_ends_the_job(
+    corpus: Path, repo: Path, expected: dict[str, str], tmp_path: Path
+) -> None:
+    """4 ranks, one unreadable file: within 60 s all end, the file is named, finished work stays."""
+    text = tmp_path / "text"
+    shutil.copytree(corpus.parent / "text", text)
+    bad = text / "013.txt.gz"
+    bad.write_bytes(gzip.compress((text / "013.txt").read_bytes())[:-20])
+    (text / "013.txt").unlink()
+    work = vocab(corpus, repo, "failing")
+    overrides = [f"sources.0.path={text}", f"work_dir={work}", "prep.executor=mpi"]
+    start = time.monotonic()
+    result = mpirun(4, command(corpus, *overrides), repo)
+    assert time.monotonic() - start < 60
+    assert result.returncode != 0
+    assert "013.txt.gz" in result.stderr and "rank" in result.stderr
+    units = list(work.rglob("unit-*.arrays"))
+    assert units
+    times = {p: p.stat().st_mtime_ns for p in units}
+    bad.unlink()
+    bad.write_bytes(gzip.compress((corpus.parent / "text" / "013.txt").read_bytes(), mtime=0))
+    result = mpirun(4, command(corpus, *overrides), repo)
+    assert result.returncode == 0, result.stderr
+    assert times  # the file's content changed, so that this is another build, with units of its own
+
+
+@needs_mpi
+@pytest.mark.mpi
+def test_a_users_mistake_under_mpi_is_said_once(corpus: Path, repo: Path) -> None:
+    work = vocab(corpus, repo, "mistake")
+    arguments = command(corpus, f"work_dir={work}", "prep.executor=mpi", "prep.held_out=3")
+    result = mpirun(3, arguments, repo)
+    assert result.returncode != 0
+    assert result.stderr.count("held_out=3") == 1 and "Traceback" not in result.stderr
