@@ -1,0 +1,151 @@
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from cluster import plan
+from cluster.planner.cards import H100, NETWORK, find_card
+from cluster.planner.layouts import evaluate, gpus_for, memory_parts, quickest, recipe_layout
+from cluster.planner.measured import compare_all
+from cluster.planner.step_time import Layout, all_reduce_s, matmul_s, update_time
+from configs import UserError, load_recipe
+from configs.model import ModelConfig, resolve_model
+
+LARGE = resolve_model(ModelConfig(preset="bert-large"), 30522)
+FILLS = {"len128": 0.89, "len512": 0.85}
+
+
+@pytest.fixture
+def large(tmp_path):
+    path = tmp_path / "large.yaml"
+    path.write_text(
+        "model: {preset: bert-large}\n"
+        "shards: {len128: {max_length: 128}, len512: {max_length: 512}}\n"
+        "phases:\n"
+        "  - {name: p1, shards: len128, global_batch: 65536, steps: 7038}\n"
+        "  - {name: p2, shards: len512, global_batch: 32768, steps: 1563}\n"
+    )
+    return load_recipe(path)
+
+
+def test_measured_runs_are_predicted():
+    """Memory within 10%, step time within 15%, for every run that the benches recorded."""
+    comparisons = compare_all(plan.MEASURED)
+    if not comparisons:
+        pytest.skip("no measured runs in bench/results/measured.jsonl")
+    assert [c.what for c in comparisons if not c.holds] == []
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "low", "high"),
+    [
+        (8192, 8192, 8192, 720e12, 745e12),  # the card's ceiling
+        (32768, 1024, 1024, 490e12, 600e12),  # attention output of BERT-large, 32768 tokens
+        (32768, 4096, 1024, 600e12, 721e12),
+    ],
+)
+def test_matmul_rates_are_those_measured_on_an_h100(m, n, k, low, high):
+    assert low <= 2 * m * n * k / matmul_s(m, n, k, H100, "bf16") <= high
+
+
+def test_the_parts_are_the_whole(large):
+    layout = Layout(1, 8, 1, 8192)
+    result = evaluate(large, layout, H100, NETWORK, FILLS)
+    assert result.phases[0].time.seconds == pytest.approx(sum(result.phases[0].time.parts.values()))
+    assert result.memory_bytes == pytest.approx(sum(memory_parts(LARGE, layout).values()))
+    # 2 bytes of weight and 4 of gradient stay whole; 12 bytes of state are shared out over 8.
+    assert result.memory["weights"] == pytest.approx(0.67e9, rel=0.02)
+    assert result.memory["moments"] == pytest.approx(8 * 337e6 / 8, rel=0.02)
+
+
+def test_more_cards_are_quicker_but_not_more_efficient(large):
+    hours = []
+    for gpus in (8, 16, 64, 256):
+        best = quickest(large, gpus, 8, H100, NETWORK, FILLS)
+        assert best
+        hours.append(best.hours * gpus)
+    assert hours == sorted(hours)
+    assert hours[-1] < 1.3 * hours[0]
+
+
+def test_tensor_parallel_costs_what_its_collectives_cost():
+    one = update_time(LARGE, Layout(1, 1, 0, 8192), H100, NETWORK, 32768, 128)
+    two = update_time(LARGE, Layout(2, 1, 0, 8192), H100, NETWORK, 32768, 128)
+    assert "tensor-parallel collectives" not in one.parts
+    expected = 4 * 24 * 4 * all_reduce_s(2 * 8192 * 1024, 2, H100.nvlink, H100.collective_latency_s)
+    assert two.parts["tensor-parallel collectives"] == pytest.approx(expected)
+    assert one.seconds / 2 < two.seconds < one.seconds
+
+
+def test_checkpointing_trades_time_for_memory():
+    layout = Layout(1, 1, 0, 16384)
+    less = replace(layout, activation_checkpointing=True)
+    assert sum(memory_parts(LARGE, less).values()) < sum(memory_parts(LARGE, layout).values())
+    assert (
+        update_time(LARGE, less, H100, NETWORK, 65536, 128).seconds
+        > update_time(LARGE, layout, H100, NETWORK, 65536, 128).seconds
+    )
+
+
+def test_a_model_that_is_too_large_is_spread_or_refused(large):
+    large.model.preset = "megatron-8.3b"
+    assert quickest(large, 1, 1, H100, NETWORK, FILLS) is None
+    best = quickest(large, 8, 8, H100, NETWORK, FILLS)
+    assert best is not None
+    assert best.fits
+    assert best.layout.tp > 1
+
+
+def test_53_minutes_is_the_smallest_number_of_nodes_that_makes_it(large):
+    enough = gpus_for(large, 53 / 60, 8, H100, NETWORK, FILLS)
+    assert enough
+    assert enough.hours <= 53 / 60
+    fewer = quickest(large, enough.layout.gpus - 8, 8, H100, NETWORK, FILLS)
+    assert fewer
+    assert fewer.hours > 53 / 60
+    assert gpus_for(large, 1 / 3600, 8, H100, NETWORK, FILLS) is None
+
+
+def test_8_3b_on_512_gpus(large):
+    large.model.preset = "megatron-8.3b"
+    large.parallel.tp = 8
+    layout = recipe_layout(large, 512, 8, H100)
+    assert (layout.tp, layout.dp) == (8, 64)
+    assert evaluate(large, layout, H100, NETWORK, FILLS).fits
+
+
+def test_command_prints_its_table(repo, tmp_path):
+    line = [sys.executable, "-m", "cluster", "plan", "demo", "--gpus", "4", f"work_dir={tmp_path}"]
+    done = subprocess.run(line, capture_output=True, text=True, cwd=repo, check=True)
+    for word in ("moments", "matmuls", "GPU-hours", "tokens/s", "a checkpoint has", "53 minutes"):
+        assert word in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--gpus", "4", "--card", "H10"], "did you mean H100"),
+        (["--gpus", "0"], "--gpus"),
+        (["--gpus", "3", "parallel.tp=2"], "--gpus 3"),
+        (["--gpus", "4", "parallel.tp=4"], "2 heads"),
+        (["--gpus", "4", "--card", "A100", "train.precision=fp8"], "fp8"),
+        (["--gpus", "4", "paralel.tp=2"], "did you mean parallel"),
+    ],
+)
+def test_bad_input(arguments, named):
+    with pytest.raises(UserError) as caught:
+        plan.main(["demo", *arguments])
+    assert named in str(caught.value)
+
+
+def test_a_broken_measured_file_is_named(tmp_path):
+    path = tmp_path / "measured.jsonl"
+    assert compare_all(path) == []
+    path.write_text('{"model": "bert-large", "card": "H100"}\n')
+    with pytest.raises(UserError, match="measured.jsonl:1.*gpus"):
+        compare_all(path)
+
+
+def test_cards_are_found_in_any_case():
+    assert find_card("h100") is H100
