@@ -1,0 +1,195 @@
+"""The commands as a person types them: what they print, refuse and leave behind."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from configs import UserError
+from data_prep import audit, inspect, sample, vocab
+from tests.data_prep.corpus import build, recipe_file, run, write_texts
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base = tmp_path_factory.mktemp("commands")
+    body = "shards: {pairs: {max_length: 64, static_masks: true}, plain: {max_length: 64, objective: single}}\n"
+    text = write_texts(base / "text", files=30)
+    (text / "odd.txt").write_text("The 漢 stone fell. Then 漢 again.\n")
+    return build(recipe_file(base, text, body))
+
+
+def archive(path: Path, members: dict[str, bytes]) -> Path:
+    with zipfile.ZipFile(path, "w") as file:
+        for name, data in members.items():
+            file.writestr(name, data)
+    return path
+
+
+def test_sample_takes_the_text_out_of_the_archive(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wheel = archive(
+        tmp_path / "w.whl", {sample.DUMP: b"dump", sample.NEWS: "One.\nTwo é.\n\n".encode()}
+    )
+    folder = tmp_path / "text"
+    assert sample.main([str(folder), "--archive", str(wheel)]) is None
+    assert (folder / "enwiki.xml.bz2").read_bytes() == b"dump"
+    assert [p.read_text("utf-8") for p in sorted((folder / "news").iterdir())] == [
+        "One.\n",
+        "Two é.\n",
+    ]
+    assert sorted(p.name for p in folder.iterdir()) == ["enwiki.xml.bz2", "news"]
+    wheel.unlink()
+    sample.main([str(folder), "--archive", str(wheel)])  # again: nothing to do
+    assert "already holds" in capsys.readouterr().out
+
+
+def test_sample_refuses_another_archive(tmp_path: Path) -> None:
+    wheel = archive(tmp_path / "w.whl", {"readme": b""})
+    with pytest.raises(UserError, match=r"not a wheel of gensim==4\.4\.0"):
+        sample.main([str(tmp_path / "text"), "--archive", str(wheel)])
+    assert list((tmp_path / "text").iterdir()) == []
+
+
+def test_sample_without_a_network_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def offline(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess(
+            command, 1, "", "WARNING: Retrying\nERROR: No route to host\n"
+        )
+
+    monkeypatch.setattr(subprocess, "run", offline)
+    with pytest.raises(UserError, match="No route to host") as error:
+        sample.main([str(tmp_path / "text")])
+    assert "--archive" in error.value.remedy and "Retrying" not in error.value.what
+
+
+def test_inspect_shows_segments_label_and_masks(
+    shards: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    inspect.main([str(shards / "pairs"), "--rows", "4", "--ids"])
+    said = capsys.readouterr().out
+    assert "nsp," in said and "at most 10 predictions a row, masks static" in said
+    assert re.search(r"row 0: \d+ tokens, in part-00000.arrow, label [01]: B ", said)
+    assert said.count("\n  A  [CLS]") == said.count("\n  B  ") == 4
+    assert "-> [MASK]]" in said and re.search(r"\d+ masks at \[", said) and "ids [2, " in said
+    inspect.main([str(shards / "plain"), "--row", "0", "3", "--held-out"])
+    said = capsys.readouterr().out
+    assert said.count("[CLS]") == 2 and "held-out" in said and "masks drawn in training" in said
+
+
+def test_inspect_refuses_a_row_that_is_not_there(shards: Path) -> None:
+    with pytest.raises(UserError, match="--row 99999"):
+        inspect.main([str(shards / "pairs"), "--row", "99999"])
+
+
+def test_words_are_joined_as_the_tokenizer_cut_them() -> None:
+    assert (
+        inspect.join_words(["[CLS]", "un", "##believ", "##able", "##", "."])
+        == "[CLS] unbelievable ## ."
+    )
+    assert inspect.join_words(["▁The", "▁riv", "er"]) == "The river"
+    assert inspect.join_words(["The", "Ġriv", "er"]) == "The river"
+
+
+def test_audit_is_one_file_with_pictures(shards: Path, tmp_path: Path) -> None:
+    audit.main([str(shards / "pairs")])
+    page = (shards / "pairs-audit.html").read_text("utf-8")
+    assert page.count('src="data:image/svg+xml;base64,') >= 4
+    assert "http" not in re.sub(r"base64,[^\"]*", "", page)
+    for text in ("Row lengths", "Label balance", "held out", "漢", "shards.max_length"):
+        assert text in page, text
+    audit.main([str(shards / "plain"), "--out", str(tmp_path / "a.html")])
+    assert "Label balance" not in (tmp_path / "a.html").read_text("utf-8")
+    assert "pairs-audit.html" not in {p.name for p in (shards / "pairs").iterdir()}
+
+
+def test_vocab_is_made_once_and_refused_when_stale(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = str(recipe_file(tmp_path, write_texts(tmp_path / "text", files=30)))
+    trained = ["vocab.file=''", "vocab.size=150"]
+    vocab.main([recipe, *trained])
+    made = {p.name: p.read_bytes() for p in (tmp_path / "run" / "vocab").iterdir()}
+    assert {"tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json"} <= made.keys()
+    vocab.main([recipe, *trained])
+    assert "complete (150 tokens)" in capsys.readouterr().out
+    vocab.main([recipe, *trained, f"work_dir={tmp_path}/again"])
+    again = {p.name: p.read_bytes() for p in (tmp_path / "again" / "vocab").iterdir()}
+    assert again == made  # training is deterministic
+    with pytest.raises(UserError, match=r"vocab\.size: 150 there, 140 now"):
+        vocab.main([recipe, "vocab.file=''", "vocab.size=140"])
+    (tmp_path / "text" / "000.txt").write_text("Other words.\n")
+    with pytest.raises(UserError, match="0 text: .* there, .* now"):
+        vocab.main([recipe, *trained])
+
+
+def test_vocab_sample_is_spread_over_all_units(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from configs import load_recipe
+    from data_prep.sources import base, open_source
+
+    monkeypatch.setattr(base, "SMALL_UNIT", 20_000)
+    recipe = load_recipe(recipe_file(tmp_path, write_texts(tmp_path / "text", files=200)))
+    recipe.vocab.sample_mb = 0
+    sources = [open_source(s) for s in recipe.sources]
+    ranges = [s.ranges() for s in sources]
+    total = sum(r.size for r in ranges[0])
+    everything = list(vocab.sample_text(recipe, sources, ranges))
+    monkeypatch.setattr(recipe.vocab, "sample_mb", 0.3 * total / 1e6)
+    some = list(vocab.sample_text(recipe, sources, ranges))
+    size = sum(len(p) for p in some)
+    assert len(ranges[0]) > 5 and 0.25 * total < size < 0.6 * total
+    places = [everything.index(p) / len(everything) for p in some]
+    assert min(places) < 0.1 and max(places) > 0.8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["build", "RECIPE"], "no vocabulary yet"),
+        (["build", "RECIPE", "--set", "nope"], "no shard set 'nope'"),
+        (["build", "RECIPE", "prep.wrkers=2"], "did you mean prep.workers?"),
+        (["build", "RECIPE", "sources.0.path=nowhere"], "nowhere"),
+        (["vocab", "RECIPE", "vocab.file=nowhere.txt"], "nowhere.txt"),
+        (["verify", "nowhere/at/all"], "no such shard folder"),
+        (["inspect", "."], "not a shard folder"),
+        (["audit", "."], "not a shard folder"),
+        (["bild"], "did you mean build?"),
+    ],
+)
+def test_mistakes_are_one_message_and_exit_2(
+    tmp_path: Path, repo: Path, arguments: list[str], message: str
+) -> None:
+    recipe = recipe_file(tmp_path, write_texts(tmp_path / "text", files=2))
+    if "sources.0.path=nowhere" in arguments:
+        vocab.main([str(recipe)])
+    words = [str(recipe) if a == "RECIPE" else a for a in arguments]
+    result = run([sys.executable, "-X", "importtime", "-m", "data_prep", *words], repo)
+    errors = [x for x in result.stderr.splitlines() if not x.startswith("import time:")]
+    text = "\n".join(errors)
+    if arguments[0] == "verify":
+        assert result.returncode == 1 and message in result.stdout
+        return
+    assert result.returncode == 2 and message in text and "Traceback" not in text
+    assert text.startswith("error: ")
+    for heavy in ("torch", "transformers", "datasets", "pandas"):
+        assert not re.search(rf"\| +{heavy}$", result.stderr, re.MULTILINE), heavy
+
+
+@pytest.mark.parametrize("name", ["sample", "vocab", "build", "verify", "inspect", "audit"])
+def test_help(repo: Path, name: str) -> None:
+    result = run([sys.executable, "-m", "data_prep", name, "--help"], repo)
+    assert result.returncode == 0 and f"python -m data_prep {name}" in result.stdout
+
+
+def test_index_is_readable(shards: Path) -> None:
+    index = json.loads((shards / "pairs" / "index.json").read_text("utf-8"))
+    assert index["format"] == "lambert-shards" and index["settings"]["seed"] == 7
