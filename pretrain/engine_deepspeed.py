@@ -172,7 +172,8 @@ def _config(recipe: Recipe, groups: Groups, device: torch.device) -> dict[str, A
             "contiguous_gradients": True,
             "reduce_scatter": True,
         },
-        "bf16": {"enabled": dtype == torch.bfloat16},
+        # Without immediate updates BF16_Optimizer adds a bf16 gradient that itself accumulates.
+        "bf16": {"enabled": dtype == torch.bfloat16, "immediate_grad_update": True},
         # Our own scaler multiplies the loss: the same in both engines.
         "fp16": {"enabled": dtype == torch.float16, "loss_scale": 1.0},
         "data_types": {"grad_accum_dtype": "fp32"},

@@ -156,6 +156,12 @@ class StopSignals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    def ignore(self) -> None:
+        """From now to the end of the process: a second TERM must not change the exit code."""
+        for number in self.numbers:
+            signal.signal(number, signal.SIG_IGN)
+        self._before = dict.fromkeys(self.numbers, signal.SIG_IGN)
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         if not self.received:
             self.received = signal.Signals(number).name

@@ -28,15 +28,17 @@ QUANTILES = {"min": 0.0, "10": 0.1, "50": 0.5, "90": 0.9, "max": 1.0}
 def train(plan: Plan) -> int:
     """Trains from the last checkpoint to `plan.end` updates; returns the exit code."""
     run = begin(plan)
-    try:
-        with StopSignals(plan.recipe.guard.save_signals) as stop:
+    with StopSignals(plan.recipe.guard.save_signals) as stop:
+        try:
             code = Trainer(run, stop).run_all()
-        run.writer.close()
-    except BaseException as error:
-        run.writer.give_up()
-        run.watchdog.fail(error)
-        raise
-    run.close()
+            run.writer.close()
+        except BaseException as error:
+            run.writer.give_up()
+            run.watchdog.fail(error)
+            raise
+        if code == PREEMPTED_EXIT:
+            stop.ignore()
+        run.close()
     if plan.rank == 0:
         folder = folder_of(plan.train_dir, run.step)
         say(f"checkpoint after {run.step} of {plan.total} updates: {folder}")
@@ -91,6 +93,8 @@ class Trainer:
             self.plan.micro_batch_tokens,
             run.device,
         )
+        if batches.warning:
+            run.say(batches.warning)
         shapes: set[int] = set()
         while run.step < end and not self.stopping and not self.budget.over:
             start = time.monotonic()
