@@ -87,7 +87,9 @@ def pseudo_log_likelihood(
     import torch
 
     if tokenizer.mask_token_id is None:
-        raise UserError("the tokenizer has no mask token", "its tokenizer_config.json must name one")
+        raise UserError(
+            "the tokenizer has no mask token", "its tokenizer_config.json must name one"
+        )
     device = next(model.parameters()).device
     encoded = tokenizer(sentences, return_attention_mask=False)["input_ids"]
     lengths = np.array([len(ids) for ids in encoded])

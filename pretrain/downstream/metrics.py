@@ -92,8 +92,9 @@ def squad(
         empty = np.array([exact_and_f1("", [t for t, _ in r["answers"]]) for r in rows])
         order = np.argsort(null_gaps, kind="stable")
         gaps = np.asarray(null_gaps)[order]
-        # Answering the first k rows in order of gap, leaving the others: prefix + suffix sums.
+        # What answering the first k rows in order of gap gains; rows of equal gap go together.
         gain = np.concatenate([[0.0], np.cumsum(scores[order, 1] - empty[order, 1])])
+        gain[1:-1][gaps[1:] == gaps[:-1]] = -np.inf
         best = int(np.argmax(gain))
         threshold = float(gaps[best - 1]) if best else float(gaps[0]) - 1.0
         answered = np.asarray(null_gaps) <= threshold

@@ -1,0 +1,107 @@
+"""`python -m pretrain evaluate` on runs and HF folders."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from configs import UserError
+from data_prep.shards import held_out
+from pretrain.convert.importing import import_model
+from pretrain.evaluate import evaluate, main
+from tests.downstream.test_blimp import blimp_file
+from tests.synthetic import make_shards
+
+
+@pytest.fixture
+def shards(tmp_path: Path, tiny_model: Path) -> Path:
+    size = len(json.loads((tiny_model / "tokenizer.json").read_text())["model"]["vocab"])
+    folder = make_shards(
+        tmp_path / "shards", rows=40, max_length=48, vocab_size=size, held_out_rows=24
+    )
+    shutil.copyfile(tiny_model / "tokenizer.json", folder / "tokenizer.json")
+    return folder
+
+
+def test_run_and_hf_folder_score_alike(
+    tmp_path: Path, tiny_model: Path, shards: Path, capsys
+) -> None:
+    run = import_model(tiny_model, tmp_path / "run")
+    rows = held_out(shards)
+    scores = [evaluate(path, rows) for path in (run, tiny_model)]
+    assert scores[0] == scores[1]
+    assert (
+        scores[0]["rows"] == 24
+        and scores[0]["mlm_loss"] > 0
+        and 0 <= scores[0]["nsp_accuracy"] <= 1
+    )
+    blimp = blimp_file(tmp_path)
+    command = [
+        str(run),
+        "--shards",
+        str(shards),
+        "--blimp",
+        str(blimp),
+        "--sample",
+        "0.5",
+        "--json",
+    ]
+    assert main(command) == 0
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert last["mlm_loss"] == scores[0]["mlm_loss"] and last["blimp_pairs"] == 30
+
+
+def test_held_out_scores_equal_transformers(tiny_model: Path, shards: Path) -> None:
+    """The mean loss by transformers, row after row, over the same masked rows."""
+    import torch
+    from transformers import BertForPreTraining
+
+    from configs.schema import MaskingConfig
+    from pretrain.evaluation import Evaluator
+
+    rows = held_out(shards)
+    model = BertForPreTraining.from_pretrained(tiny_model).eval()
+    loss, count = 0.0, 0
+    for micro in Evaluator(rows, MaskingConfig()).batches():
+        starts = micro.cu_seqlens.tolist()
+        for a, b in zip(starts, starts[1:]):
+            here = (
+                (micro.masked_positions >= a)
+                & (micro.masked_positions < b)
+                & (micro.masked_weights > 0)
+            )
+            if not here.any():
+                continue
+            with torch.no_grad():
+                logits = model(
+                    micro.input_ids[None, a:b], token_type_ids=micro.token_type_ids[None, a:b]
+                ).prediction_logits[0]
+            picked = logits[micro.masked_positions[here] - a]
+            loss += torch.nn.functional.cross_entropy(
+                picked, micro.masked_labels[here], reduction="sum"
+            ).item()
+            count += int(here.sum())
+    ours = evaluate(tiny_model, rows)
+    assert ours["masked"] == count
+    assert ours["mlm_loss"] == pytest.approx(loss / count, abs=1e-5)
+
+
+def test_shards_of_another_tokenizer_are_refused(
+    tmp_path: Path, tiny_model: Path, shards: Path
+) -> None:
+    text = (shards / "tokenizer.json").read_text()
+    (shards / "tokenizer.json").write_text(text.replace('"film"', '"movie"'))
+    with pytest.raises(UserError, match="made with another tokenizer"):
+        evaluate(tiny_model, held_out(shards))
+
+
+def test_early_refusals(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="nothing to evaluate on"):
+        main(["x"])
+    with pytest.raises(UserError, match="--sample 2.0"):
+        main(["x", "--blimp", "b", "--sample", "2"])
+    with pytest.raises(UserError, match="no such file"):
+        main(["x", "--blimp", str(tmp_path / "b")])

@@ -1,0 +1,280 @@
+"""Fine-tuning end to end on a tiny model: results, tables, resuming, and B53."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from configs import UserError
+from pretrain.downstream.finetune import main
+from pretrain.downstream.grid import KINDS, run_grid
+from pretrain.downstream.loading import load_for_task, load_tokenizer, weights_digest
+from pretrain.downstream.tasks import TASKS, Settings
+
+QUICK = Settings(lrs=(1e-3,), seeds=(1,), epochs=1, batch=8, max_length=16)
+
+
+def films(count: int = 24) -> dict[str, list[dict]]:
+    rows = [
+        {"text": f"a {'good' if i % 2 else 'bad'} film", "label": "ny"[i % 2]} for i in range(count)
+    ]
+    return {"train": rows, "dev": rows[:8]}
+
+
+def test_grid_of_two_rates_and_seeds(tmp_path: Path, tiny_model: Path, monkeypatch) -> None:
+    """A separable task is learnt; table, predictions and the best model are there; a second call
+    trains nothing."""
+    settings = replace(QUICK, lrs=(1e-2, 1e-5), seeds=(1, 2), epochs=12)
+    table = run_grid(TASKS["classify"], settings, films(), str(tiny_model), tmp_path / "out")
+    assert [row["seeds"] for row in table["rows"]] == [2, 2]
+    assert table["best"]["lr"] == 1e-2 and table["best"]["accuracy"] == 100
+    text = (tmp_path / "out/table.md").read_text()
+    assert "| **0.01** | 2 | 100.00 ± 0.00 |" in text
+    lines = (tmp_path / "out/runs/lr0.01-seed1/predictions-dev.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [row["label"] for row in films()["dev"]]
+
+    from transformers import AutoModelForSequenceClassification, pipeline
+
+    best = tmp_path / "out/best"
+    assert AutoModelForSequenceClassification.from_pretrained(best).config.id2label == {
+        0: "n",
+        1: "y",
+    }
+    assert pipeline("text-classification", str(best))("a good film")[0]["label"] == "y"
+    assert not list((tmp_path / "out").rglob("*.bin")), "nothing pickled is left"
+
+    monkeypatch.setattr("pretrain.downstream.grid._train_one", None)
+    again = run_grid(TASKS["classify"], settings, films(), str(tiny_model), tmp_path / "out")
+    assert again == table
+
+
+def test_results_of_other_data_or_weights_are_not_mixed(tmp_path: Path, tiny_model: Path) -> None:
+    out = tmp_path / "out"
+    run_grid(TASKS["classify"], QUICK, films(8), str(tiny_model), out, save_best=False)
+    assert not (out / "best").exists()
+    before = {f: f.read_bytes() for f in out.rglob("*.json")}
+    for change in (
+        {"splits": films(10)},
+        {"settings": replace(QUICK, epochs=2)},
+        {"model": f"random:{tiny_model}"},
+    ):
+        given = {"settings": QUICK, "splits": films(8), "model": str(tiny_model), **change}
+        with pytest.raises(UserError, match="holds results with another"):
+            run_grid(TASKS["classify"], out=out, **given)
+    assert {f: f.read_bytes() for f in out.rglob("*.json")} == before
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/notes.txt").write_text("keep")
+    with pytest.raises(UserError, match="no fine-tuning folder"):
+        run_grid(TASKS["classify"], QUICK, films(8), str(tiny_model), tmp_path / "mine")
+
+
+def copy_with(folder: Path, target: Path, change) -> Path:
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(folder, target)
+    tensors = load_file(folder / "model.safetensors")
+    save_file(change(tensors), target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+def test_b53_other_weights_give_other_results(tmp_path: Path, tiny_model: Path) -> None:
+    """Three checkpoints of one shape: digests, losses and files differ."""
+    outputs = []
+    for step in range(3):
+        model = copy_with(
+            tiny_model,
+            tmp_path / f"step{step}",
+            lambda t, s=step: {k: v + 0.05 * s * torch.ones_like(v) for k, v in t.items()},
+        )
+        task = TASKS["sts-b"]
+        pairs = [
+            {"sentence1": "a cat sat", "sentence2": f"dog {'not ' * i}sat", "score": str(i)}
+            for i in range(6)
+        ]
+        out = tmp_path / f"out{step}"
+        run_grid(task, QUICK, {"train": pairs, "dev": pairs}, str(model), out, save_best=False)
+        outputs.append((out / "runs/lr0.001-seed1/predictions-dev.jsonl").read_text())
+    assert len(set(outputs)) == 3
+    assert len({weights_digest(str(tmp_path / f"step{s}")) for s in range(3)}) == 3
+
+
+def test_b53_an_extra_prefix_stops_the_run(tmp_path: Path, tiny_model: Path) -> None:
+    from transformers import AutoModelForSequenceClassification as Auto
+
+    bad = copy_with(tiny_model, tmp_path / "bad", lambda t: {f"model.{k}": v for k, v in t.items()})
+    with pytest.raises(UserError, match="encoder weights were not loaded, first bert."):
+        load_for_task(Auto, str(bad), num_labels=2)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "bert.encoder.layer.1.output.dense.weight",
+        "bert.embeddings.word_embeddings.weight",
+        "bert.pooler.dense.bias",
+    ],
+)
+def test_a_missing_encoder_weight_stops_the_run(
+    tmp_path: Path, tiny_model: Path, name: str
+) -> None:
+    from transformers import AutoModelForSequenceClassification as Auto
+
+    bad = copy_with(
+        tiny_model, tmp_path / "bad", lambda t: {k: v for k, v in t.items() if k != name}
+    )
+    with pytest.raises(UserError, match=f"first {name}"):
+        load_for_task(Auto, str(bad), num_labels=2)
+
+
+def test_only_head_and_untrained_pooler_may_be_new(
+    tmp_path: Path, tiny_model: Path, capsys
+) -> None:
+    """A model pretrained without NSP has no pooler; its config says so."""
+    from transformers import AutoModelForSequenceClassification as Auto
+
+    bare = copy_with(
+        tiny_model, tmp_path / "bare", lambda t: {k: v for k, v in t.items() if "pooler" not in k}
+    )
+    config = json.loads((bare / "config.json").read_text())
+    (bare / "config.json").write_text(json.dumps({**config, "architectures": ["BertForMaskedLM"]}))
+    load_for_task(Auto, str(bare), num_labels=2)
+    said = capsys.readouterr().out
+    assert (
+        "4 new (bert.pooler.dense.bias, bert.pooler.dense.weight, classifier.bias, classifier.weight)"
+        in said
+    )
+
+
+def test_random_init_keeps_shape_and_drops_weights(tiny_model: Path) -> None:
+    from transformers import AutoModelForSequenceClassification as Auto
+
+    loaded = load_for_task(Auto, str(tiny_model), num_labels=3).state_dict()
+    fresh = load_for_task(Auto, f"random:{tiny_model}", num_labels=3).state_dict()
+    assert {k: v.shape for k, v in loaded.items()} == {k: v.shape for k, v in fresh.items()}
+    assert not torch.equal(
+        loaded["bert.embeddings.word_embeddings.weight"],
+        fresh["bert.embeddings.word_embeddings.weight"],
+    )
+
+
+def test_tokenizer_larger_than_the_model_is_refused(tmp_path: Path, tiny_model: Path) -> None:
+    shutil.copytree(tiny_model, tmp_path / "bad")
+    config = json.loads((tmp_path / "bad/config.json").read_text())
+    (tmp_path / "bad/config.json").write_text(json.dumps({**config, "vocab_size": 20}))
+    with pytest.raises(UserError, match="the model 20"):
+        load_tokenizer(str(tmp_path / "bad"))
+
+
+@pytest.mark.parametrize("layers", ["last", "sum", "concat"])
+def test_feature_based_tagger_trains_without_touching_the_encoder(
+    tmp_path: Path, tiny_model: Path, layers: str, monkeypatch
+) -> None:
+    from pretrain.downstream import features, grid
+
+    made = []
+    original = features.FrozenTagger
+    monkeypatch.setattr(
+        features, "FrozenTagger", lambda *a: made.append(original(*a, width=16)) or made[-1]
+    )
+    rows = [{"tokens": ["the", "cat", "sat"], "tags": ["O", "B-ANIMAL", "O"]}] * 12
+    splits = {"train": rows, "dev": rows[:4]}
+    settings = replace(QUICK, lrs=(3e-2,), epochs=8)
+    table = grid.run_grid(TASKS["ner"], settings, splits, str(tiny_model), tmp_path / "out", layers)
+    assert table["best"]["f1"] == 100
+    from transformers import AutoModel
+
+    before = AutoModel.from_pretrained(tiny_model).state_dict()
+    assert all(torch.equal(v.cpu(), before[k]) for k, v in made[0].encoder.state_dict().items())
+    assert (tmp_path / "out/best/tagger.safetensors").is_file()
+
+
+def test_every_kind_trains_through_the_command(tmp_path: Path, tiny_model: Path, capsys) -> None:
+    """Tagging, choice and questions, from files, in one epoch each."""
+    folders = {name: tmp_path / f"{name}-data" for name in ("ner", "squad", "swag")}
+    for folder in folders.values():
+        folder.mkdir()
+    conll = "the O\ncat B-ANIMAL\n\t\nwho O\n\ndog B-ANIMAL\n"
+    for split in ("train", "dev"):
+        (folders["ner"] / f"{split}.conll").write_text(conll * 3)
+        header = "startphrase,sent1,sent2,ending0,ending1,ending2,ending3,label\n"
+        rows = "the cat,the cat sat,the dog,sat,is good,is bad,not,2\n" * 6
+        (folders["swag"] / f"{split}.csv").write_text(header + rows)
+        qa = [
+            {"id": str(i), "question": "who sat", "answers": [{"text": "cat", "answer_start": 4}]}
+            for i in range(4)
+        ]
+        squad = {"data": [{"paragraphs": [{"context": "the cat sat", "qas": qa}]}]}
+        (folders["squad"] / f"{split}-v1.1.json").write_text(json.dumps(squad))
+    common = [
+        "--model",
+        str(tiny_model),
+        "--epochs",
+        "1",
+        "--lr",
+        "1e-3",
+        "--no-model",
+        "--max-length",
+        "32",
+    ]
+    for name, folder in folders.items():
+        assert main([name, "--data", str(folder), "--out", str(tmp_path / name), *common]) == 0
+    said = capsys.readouterr().out
+    for head in ("| ner: lr | seeds | f1 |", "| squad: lr | seeds | f1 | exact |", "| swag: lr |"):
+        assert head in said
+
+
+def test_labels_outside_the_set_are_named(tokenizer) -> None:
+    def encode(task: str, rows: list[dict], labels: list[str] | None = None):
+        kind = KINDS[TASKS[task].kind](TASKS[task], QUICK, tokenizer)
+        kind.labels = labels or kind.labels
+        return kind.encode(rows, "dev")
+
+    with pytest.raises(
+        UserError, match=r"sst-2 dev, example 2: label '2' is not in the set \{0, 1\}"
+    ):
+        encode("sst-2", [{"sentence": "a", "label": "1"}, {"sentence": "b", "label": "2"}])
+    with pytest.raises(UserError, match="sentence 1: tag 'B-X' is not in the set"):
+        encode("ner", [{"tokens": ["a"], "tags": ["B-X"]}], ["O", "B-PER", "I-PER"])
+    with pytest.raises(UserError, match="'high' is no number"):
+        encode("sts-b", [{"sentence1": "a", "sentence2": "b", "score": "high"}])
+    with pytest.raises(UserError, match="none of the columns sentence2"):
+        encode("rte", [{"sentence1": "a", "label": "entailment"}])
+    assert "labels" not in encode("sst-2", [{"sentence": "a", "label": -1}])[0]
+
+
+def test_published_settings_are_the_defaults() -> None:
+    """1810.04805: sections 4.1 to 4.4 and appendix A.3."""
+    glue = TASKS["mnli"].settings
+    assert glue.lrs == (5e-5, 4e-5, 3e-5, 2e-5) and (glue.batch, glue.epochs) == (32, 3)
+    assert TASKS["squad"].settings == Settings(lrs=(5e-5,), batch=32, epochs=3, max_length=384)
+    two = TASKS["squad-2"].settings
+    assert (two.lrs, two.batch, two.epochs) == ((5e-5,), 48, 2)
+    swag = TASKS["swag"].settings
+    assert (swag.lrs, swag.batch, swag.epochs) == ((2e-5,), 16, 3)
+
+
+def test_early_refusals_of_the_command(tmp_path: Path, tiny_model: Path) -> None:
+    (tmp_path / "t.jsonl").write_text('{"text": "a", "label": "x"}\n')
+    file = str(tmp_path / "t.jsonl")
+    base = [
+        "--model",
+        str(tiny_model),
+        "--out",
+        str(tmp_path / "out"),
+        "--train",
+        file,
+        "--dev",
+        file,
+    ]
+    with pytest.raises(UserError, match="only the label 'x'"):
+        main(["classify", *base])
+    with pytest.raises(UserError, match="it is for tagging"):
+        main(["classify", *base, "--feature-based", "sum"])
+    with pytest.raises(UserError, match="no complete checkpoint"):
+        main(["classify", *base[2:], "--model", str(tmp_path)])
+    assert not (tmp_path / "out").exists()

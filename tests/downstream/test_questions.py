@@ -1,0 +1,92 @@
+"""Windows, offsets and spans: logits of an oracle must give back every answer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from pretrain.downstream.questions import Question, best_span
+from pretrain.downstream.readers import read_squad
+from pretrain.downstream.tasks import TASKS
+
+
+def oracle(features) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Logits that are 9 at the labelled places and 0 elsewhere."""
+    both: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
+    for feature in features:
+        for logits, name in zip(both, ("start_positions", "end_positions")):
+            scores = np.zeros(len(feature["input_ids"]))
+            scores[feature[name]] = 9
+            logits.append(scores)
+    return both
+
+
+def encode(tokenizer, rows, task="squad", **settings):
+    kind = Question(TASKS[task], replace(TASKS[task].settings, **settings), tokenizer)
+    return kind, kind.encode(rows, "train")
+
+
+def test_every_answer_of_xquad_comes_back_through_windows(real_data: Path) -> None:
+    """240 paragraphs cut into overlapping windows of 96 pieces, real vocabulary."""
+    import tempfile
+
+    from pretrain.convert.vocabulary import write_folder
+
+    with tempfile.TemporaryDirectory() as folder:
+        write_folder(real_data / "vocab/bert-base-uncased/vocab.txt", Path(folder), None, 512)
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    rows = read_squad(real_data / "downstream/xquad/xquad.en.json.gz", True)[::6]
+    kind, features = encode(tokenizer, rows, max_length=96, doc_stride=24)
+    assert len(features) > 2 * len(rows)
+    assert max(len(f["input_ids"]) for f in features) <= 96
+    for feature in features:
+        if feature["start_positions"]:
+            offsets, row = feature["offsets"], rows[feature["example"]]
+            first, last = offsets[feature["start_positions"]], offsets[feature["end_positions"]]
+            answer, start = row["answers"][0]
+            # Whole word pieces: the span may be longer than the answer, never shorter.
+            assert first[0] <= start and last[1] >= start + len(answer)
+    scores, predictions = kind.score(rows, features, oracle(features))
+    assert scores["f1"] > 97 and len(predictions) == len(rows)
+    assert predictions[0]["id"] == rows[0]["id"]
+
+
+def test_no_answer_wins_where_its_score_says_so(tokenizer) -> None:
+    rows = [
+        {"id": "1", "context": "the cat sat", "question": "who sat", "answers": [("cat", 4)]},
+        {"id": "2", "context": "the dog sat", "question": "where", "answers": []},
+    ]
+    kind, features = encode(tokenizer, rows, "squad-2")
+    assert features[1]["start_positions"] == 0
+    scores, predictions = kind.score(rows, features, oracle(features))
+    assert scores["f1"] == scores["exact"] == 100
+    assert [p["answer"] for p in predictions] == ["cat", ""]
+    assert np.isfinite(scores["null_threshold"])
+
+
+def test_best_span_stays_in_the_context_and_is_not_backward() -> None:
+    offsets = [None, None, (0, 3), (4, 7), (8, 11)]
+    start, end = np.array([9, 9, 1, 5, 0.0]), np.array([9, 9, 6, 1, 2.0])
+    assert best_span(offsets, start, end) == (7.0, 0, 3) or best_span(offsets, start, end) == (
+        7.0,
+        4,
+        11,
+    )
+    assert best_span([None, None], start[:2], end[:2]) is None
+    far = [(i, i + 1) for i in range(60)]
+    a, b = np.zeros(60), np.zeros(60)
+    a[0] = b[59] = 50.0
+    found = best_span(far, a, b)
+    assert found is not None and found[2] - found[1] <= 30
+
+
+def test_a_long_question_leaves_room_for_the_context(tokenizer) -> None:
+    rows = [{"id": "1", "context": "dog " * 50, "question": "who " * 300, "answers": []}]
+    _, features = encode(tokenizer, rows, max_length=100)
+    assert all(len(f["input_ids"]) <= 100 for f in features)
+    seen = {o for f in features for o in f["offsets"] if o}
+    assert len(seen) == 50
