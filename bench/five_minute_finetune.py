@@ -1,0 +1,169 @@
+"""Fine-tuning of several models on the downstream sets, as many at a time as the cards take.
+
+Same settings for every model: one learning rate, three seeds, BERT's dropout. Jobs go by seed, so
+that what is finished when the time is up is a whole table with fewer seeds. A job leaves
+OUT/MODEL/TASK/SEED/results.json; `collect` reads what there is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import time
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from configs import say
+from configs.cli import run_cli
+
+# task -> folder below DATA/downstream, and what is changed of the published settings. SST-2 has
+# 67,000 sentences: one pass in larger batches. 1e-4 suits models this small and this raw; it is
+# the same for all.
+LEARNING_RATE = 1e-4
+TASKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "sst-2": ("glue/SST-2", {"epochs": 1.0, "batch": 64, "max_length": 64}),
+    "rt-polarity": ("rt-polarity", {"max_length": 64}),
+    "cola": ("glue/CoLA", {"max_length": 48}),
+    "sts-b": ("glue/STS-B", {}),
+    "wnut-17": ("wnut17", {"max_length": 96}),
+    "mrpc": ("glue/MRPC", {}),
+    "rte": ("glue/RTE", {}),
+}
+
+
+def score_of(task: str, best: dict[str, Any]) -> float:
+    """One figure a task, in percent, as GLUE takes it: MRPC is the mean of F1 and accuracy."""
+    if task == "mrpc":
+        return (float(best["f1"]) + float(best["accuracy"])) / 2
+    names = {"cola": "matthews", "sts-b": "spearman", "wnut-17": "f1"}
+    return float(best[names.get(task, "accuracy")])
+
+
+def fine_tune(model: str, task_name: str, seed: int, data: str, out: str, quick: bool) -> str:
+    """One job, in a worker process. Returns "" or what went wrong."""
+    from pretrain.downstream.grid import run_grid
+    from pretrain.downstream.readers import read_splits
+    from pretrain.downstream.tasks import find_task
+
+    folder, changes = TASKS[task_name]
+    task = find_task(task_name)
+    settings = replace(task.settings, **changes, lrs=(LEARNING_RATE,), seeds=(seed,))
+    splits = read_splits(task, str(Path(data) / "downstream" / folder), {}, False)
+    splits = {name: rows for name, rows in splits.items() if name in ("train", "dev")}
+    if quick:  # a rehearsal: does everything run?
+        splits = {name: rows[::97] for name, rows in splits.items()}
+    try:
+        run_grid(task, settings, splits, model, Path(out), save_best=False)
+    except Exception as error:  # the other jobs go on
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _start(cards: Any) -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = cards.get()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.environ["OMP_NUM_THREADS"] = "1"
+
+
+def run_jobs(
+    models: dict[str, str],
+    seeds: dict[str, int],
+    data: str,
+    out: Path,
+    cards: list[str],
+    workers: int,
+    limit_s: float,
+    quick: bool = False,
+) -> None:
+    """Fine-tunes every model on every task.
+
+    Args:
+        models: name -> folder or random:FOLDER. seeds: name -> how many.
+        cards: GPU numbers, "" for none. workers: processes in all. limit_s: seconds until the rest is
+            given up.
+    """
+    jobs = [
+        (name, task, seed)
+        for seed in range(1, max(seeds.values()) + 1)
+        for task in TASKS
+        for name in models
+        if seed <= seeds[name]
+    ]
+    start = time.monotonic()
+    context = multiprocessing.get_context("spawn")
+    given = context.Manager().Queue()
+    for number in range(workers):
+        given.put(cards[number % len(cards)])
+    pool = ProcessPoolExecutor(workers, context, _start, (given,))
+    waiting: dict[Future[str], str] = {}
+    for name, task, seed in jobs:
+        where = str(out / name / task / str(seed))
+        future = pool.submit(fine_tune, models[name], task, seed, data, where, quick)
+        waiting[future] = f"{name} {task} seed {seed}"
+    while waiting and (left := limit_s - (time.monotonic() - start)) > 0:
+        done, _ = wait(waiting, timeout=left, return_when=FIRST_COMPLETED)
+        for future in done:
+            label = waiting.pop(future)
+            error = future.exception() or future.result()
+            say(f"{time.monotonic() - start:.0f} s: {label}{f': {error}' if error else ''}")
+    if waiting:
+        say(f"time is up; not done: {', '.join(waiting.values())}")
+        for process in list((pool._processes or {}).values()):
+            process.terminate()
+    pool.shutdown(wait=not waiting, cancel_futures=True)
+
+
+def collect(out: Path) -> dict[str, dict[str, Any]]:
+    """model -> task -> {mean, spread, seeds}, in percent, and `mean` over tasks that all have."""
+    table: dict[str, dict[str, Any]] = {}
+    for file in sorted(out.glob("*/*/*/results.json")):
+        model, task = file.parts[-4], file.parts[-3]
+        best = json.loads(file.read_text(encoding="utf-8"))["best"]
+        table.setdefault(model, {}).setdefault(task, []).append(score_of(task, best))
+    common = set(TASKS).intersection(*(set(tasks) for tasks in table.values()))
+    result: dict[str, dict[str, Any]] = {}
+    for model, tasks in table.items():
+        result[model] = {
+            task: {
+                "mean": mean(scores),
+                "spread": stdev(scores) if len(scores) > 1 else 0.0,
+                "seeds": len(scores),
+            }
+            for task, scores in tasks.items()
+        }
+        if common:
+            result[model]["mean"] = mean(result[model][task]["mean"] for task in common)
+            result[model]["tasks in the mean"] = sorted(common)
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.five_minute_finetune")
+    parser.add_argument("models", nargs="+", help="NAME=FOLDER:SEEDS, FOLDER may be random:FOLDER")
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--cards", default="", help="e.g. 0,1")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--limit-s", type=float, default=3600.0)
+    parser.add_argument("--quick", action="store_true", help="a rehearsal on 1% of the data")
+    options = parser.parse_args()
+    models, seeds = {}, {}
+    for text in options.models:
+        name, _, rest = text.partition("=")
+        models[name], _, count = rest.rpartition(":")
+        seeds[name] = int(count)
+    out = Path(options.out)
+    run_jobs(
+        *(models, seeds, options.data, out, options.cards.split(",")),
+        *(options.workers, options.limit_s, options.quick),
+    )
+    (out / "table.json").write_text(json.dumps(collect(out), indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    run_cli(main)

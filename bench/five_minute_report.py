@@ -1,0 +1,128 @@
+"""The table of the five-minute BERT, from the files its stages left in the work folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from bench.five_minute_finetune import TASKS
+from pretrain.checkpoint.folder import checkpoints, read_meta
+from pretrain.optim.budget import FREE_UPDATES
+from pretrain.telemetry import read_log
+
+
+def write_report(work: Path) -> str:
+    """Writes work/report.md and returns its text; stages that were not run leave no rows."""
+    best = _json(work / "best.json")
+    scores = {side: _json(work / f"finals-{side}.json") for side in best}
+    runs = {side: describe(work, name) for side, name in best.items()}
+    downstream = _json(work / "finetune" / "table.json")
+    lines = ["| | ours | rival | random init |", "| --- | --- | --- | --- |"]
+
+    def row(title: str, *cells: str) -> None:
+        lines.append(f"| {title} | " + " | ".join([*cells, ""][:3]) + " |")
+
+    if best:
+        for key in ("shape", "settings", "tokens_per_s", "tokens", "updates", "seconds", "apart"):
+            row(_TITLES[key], *(runs[side][key] for side in ("ours", "rival")))
+        row(
+            "card", *(str(scores[side][best[side]].get("device", "")) for side in ("ours", "rival"))
+        )
+        for key, title in _SCORES.items():
+            values = [scores[side][best[side]].get(key) for side in ("ours", "rival")]
+            if all(value is not None for value in values):
+                row(title, *(f"{value:.4g}" for value in values))
+    for task in [*TASKS, "mean"]:
+        cells = [
+            _cell(downstream.get(model, {}).get(task)) for model in ("ours", "rival", "random")
+        ]
+        if any(cells):
+            row("mean of the seven" if task == "mean" else task, *cells)
+    lines += ["", "Tries, each side, with all that was scored at the full time below:", ""]
+    lines += ["| run | held-out loss | BLiMP | pairs |", "| --- | --- | --- | --- |"]
+    for stage in ("tries", "finals"):
+        for side in ("ours", "rival"):
+            for name, score in _json(work / f"{stage}-{side}.json").items():
+                blimp, pairs = score.get("blimp", float("nan")), score.get("blimp_pairs", 0)
+                lines.append(f"| {name} | {score['mlm_loss']:.4f} | {blimp:.2f} | {pairs} |")
+    text = "\n".join(lines) + "\n"
+    (work / "report.md").write_text(text, encoding="utf-8")
+    return text
+
+
+_TITLES = {
+    "shape": "shape (hidden x layers)",
+    "settings": "batch (rows), learning rate, masking",
+    "tokens_per_s": "tokens a second",
+    "tokens": "tokens trained on (M)",
+    "updates": "updates",
+    "seconds": "seconds of training",
+    "apart": f"seconds of the first {FREE_UPDATES} updates (compilation, not counted)",
+}
+_SCORES = {
+    "mlm_loss": "held-out MLM loss (nats)",
+    "mlm_accuracy": "held-out MLM accuracy",
+    "blimp": "BLiMP (%)",
+}
+
+
+def describe(work: Path, name: str) -> dict[str, str]:
+    """What a run was and what it took, as cells of the table."""
+    rival = work / name / "hf" / "rival.json"
+    if rival.is_file():
+        r = _json(rival)
+        o = r["options"]
+        trained = r["tokens_per_s"] * r["seconds"]
+        settings = f"{o['batch']}, AdamW {o['lr']:g}, {o['masking']:g}, dropout {o['dropout']:g}"
+        return _cells(
+            o["shape"], settings, trained, r["updates"], r["seconds"], r["compile_seconds"]
+        )  # fmt: skip
+    records = read_log(work / name / "train" / "log.jsonl")
+    recipe = _json(work / name / "train" / "recipe.json")
+    _, kept = checkpoints(work / name / "train")[-1]
+    checkpoint = read_meta(kept)
+    model, seconds = checkpoint["model"], checkpoint["state"]["spent_s"]
+    updates = [r for r in records if r["kind"] == "train"]
+    before = next(r["time"] for r in records if r["kind"] == "eval" and r["step"] == 0)
+    free = next((r["time"] for r in updates if r["step"] == FREE_UPDATES), before)
+    phase, last = recipe["phases"][0], updates[-1]
+    index = _json(work / "shards" / phase["shards"] / "index.json")
+    timed = 1 - min(1.0, FREE_UPDATES / last["step"])
+    settings = (
+        f"{phase['global_batch']}, LAMB {phase['schedule']['lr']:g}, "
+        f"{recipe['masking']['probability']:g}, dropout {recipe['model']['hidden_dropout']:g}"
+    )
+    return _cells(
+        f"{model['hidden_size']}x{model['num_layers']}", settings,
+        last["epoch"] * index["tokens"] * timed, last["step"], seconds, free - before,
+    )  # fmt: skip
+
+
+def _cells(
+    shape: str, settings: str, tokens: float, updates: int, seconds: float, apart: float
+) -> dict[str, str]:
+    return {
+        "shape": shape,
+        "settings": settings,
+        "tokens_per_s": f"{tokens / seconds:,.0f}",
+        "tokens": f"{tokens / 1e6:.1f}",
+        "updates": f"{updates:,}",
+        "seconds": f"{seconds:.1f}",
+        "apart": f"{apart:.1f}",
+    }
+
+
+def _cell(entry: Any) -> str:
+    if entry is None:
+        return ""
+    if isinstance(entry, float):
+        return f"{entry:.2f}"
+    return f"{entry['mean']:.2f} ± {entry['spread']:.2f} ({entry['seeds']})"
+
+
+def _json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return values

@@ -1,0 +1,253 @@
+"""Runs of the five-minute BERT and of its rival: what was tried, and how one run is started.
+
+Every run is a process of its own with one card. Each side takes its cards from a list of its own,
+so that both train at the same time where there are cards enough.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from configs import UserError, say
+
+RECIPE = "five-minute"
+REPO = Path(__file__).resolve().parent.parent
+SIDES = ("ours", "rival")
+
+# The tries, as many for the one side as for the other, over the same two shapes. Each trains for
+# the same short time with its whole schedule. Short runs favour small models, so the best try of
+# each shape goes on to the full time, and the lower held-out loss of those two is the result.
+_SMALL = ["model.preset=bert-medium", "model.num_layers=12"]
+_BASE = ["model.preset=bert-base"]
+TRIES: dict[str, dict[str, dict[str, list[str]]]] = {
+    "ours": {
+        "base": {
+            "lr-5e-3": [*_BASE, "phases.0.schedule.lr=0.005"],
+            "lr-1e-2": [*_BASE, "phases.0.schedule.lr=0.01"],
+        },
+        "small": {
+            "lr-1e-2": [*_SMALL, "phases.0.schedule.lr=0.01"],
+            "lr-2e-2": [*_SMALL, "phases.0.schedule.lr=0.02"],
+        },
+    },
+    "rival": {
+        "base": {
+            "lr-5e-4": ["--shape=768x12", "--lr=5e-4", "--batch=256"],
+            "lr-5e-4-batch-128": ["--shape=768x12", "--lr=5e-4", "--batch=128", "--dropout=0"],
+        },
+        "small": {
+            "lr-1e-3": ["--shape=512x12", "--lr=1e-3", "--batch=256", "--dropout=0"],
+            "lr-1e-3-batch-128": ["--shape=512x12", "--lr=1e-3", "--batch=128", "--dropout=0"],
+        },
+    },
+}
+# What the tries chose: nothing to change in the recipe, and these options for the rival.
+CHOSEN: dict[str, list[str]] = {"ours": [], "rival": TRIES["rival"]["base"]["lr-5e-4-batch-128"]}
+
+
+class Workplace:
+    """Folders below `work`: the recipe's own (vocab, shards), then one a run.
+
+    Args:
+        overrides: of the recipe, for every command. cards: GPU numbers, "" for a CPU.
+        rival: options for every run of the rival (tests make it tiny).
+    """
+
+    def __init__(
+        self,
+        work: Path,
+        cards: Sequence[str],
+        overrides: Sequence[str] = (),
+        rival: Sequence[str] = (),
+    ) -> None:
+        self.work, self.overrides, self.rival_options = work.resolve(), list(overrides), list(rival)
+        half = max(1, len(cards) // 2)
+        self.cards = {"ours": list(cards[:half]), "rival": list(cards[half:] or cards)}
+        self.shared = len(cards) < 2  # the sides take turns
+
+    def command(self, name: str, *arguments: str, card: str = "") -> float:
+        """Runs `python ARGUMENTS` with its output in work/logs/NAME.log; returns the seconds.
+
+        Raises:
+            UserError: it failed; holds the end of the log.
+        """
+        log_file = self.work / "logs" / f"{name}.log"
+        log_file.parent.mkdir(parents=True, exist_ok=True)
+        environment = dict(os.environ)
+        if card:
+            environment["CUDA_VISIBLE_DEVICES"] = card
+        start = time.monotonic()
+        with log_file.open("w", encoding="utf-8") as log:
+            done = subprocess.run(
+                [sys.executable, *arguments],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                cwd=REPO,
+            )
+        seconds = time.monotonic() - start
+        if done.returncode:
+            end = log_file.read_text(encoding="utf-8", errors="replace").splitlines()[-15:]
+            raise UserError(f"{name} failed ({done.returncode})", "\n  ".join(end))
+        say(f"{name}: done in {seconds:.0f} s")
+        return seconds
+
+    def prepare(self) -> None:
+        """Vocabulary and shards; a no-op where they are finished."""
+        for what in ("vocab", "build"):
+            where = [RECIPE, f"work_dir={self.work}", *self.overrides]
+            self.command(f"prep-{what}", "-m", "data_prep", what, *where)
+
+    def ours(self, name: str, minutes: float, options: Sequence[str], card: str) -> None:
+        """Trains the recipe through the real trainer, in work/NAME."""
+        run = self.work / name
+        run.mkdir(parents=True, exist_ok=True)
+        for shared in ("vocab", "shards"):
+            if not (run / shared).exists():
+                (run / shared).symlink_to(self.work / shared)
+        settings = [*options, *self.overrides, f"work_dir={run}", f"train.max_minutes={minutes}"]
+        train = ["-m", "pretrain", "train", RECIPE, *settings]
+        self.command(f"{name}-train", *train, card=card)
+
+    def rival(self, name: str, minutes: float, options: Sequence[str], card: str) -> None:
+        """Trains the rival into work/NAME/hf, for the same time."""
+        self.command(
+            f"{name}-train",
+            *("-m", "bench.five_minute_rival", "--rows", str(self.work / "shards" / "dense")),
+            *("--tokenizer", str(self.work / "vocab"), "--out", str(self.work / name / "hf")),
+            *("--seconds", str(60 * minutes), *options, *self.rival_options),
+            card=card,
+        )
+
+    def score(
+        self, names: Sequence[str], out: str, card: str, blimp: Path, sample: float, rows: int
+    ) -> dict[str, dict[str, float]]:
+        """Held-out loss and BLiMP of every run; also left in work/OUT.json."""
+        file = self.work / f"{out}.json"
+        self.command(
+            f"{out}-score",
+            *("-m", "bench.five_minute_score", "--out", str(file), "--blimp", str(blimp)),
+            *("--held-out", str(self.work / "shards" / "rows"), "--rows", str(rows)),
+            *("--sample", str(sample), *(f"{name}={self.weights(name)}" for name in names)),
+            card=card,
+        )
+        scores: dict[str, dict[str, float]] = json.loads(file.read_text(encoding="utf-8"))
+        for name, score in scores.items():
+            say(f"{name}: loss {score['mlm_loss']:.4f}, BLiMP {score.get('blimp', 0):.2f}")
+        return scores
+
+    def weights(self, name: str) -> Path:
+        """The HF folder of a run, or the run itself before its export."""
+        folder = self.work / name / "hf"
+        return folder if folder.is_dir() else folder.parent
+
+    def export(self, name: str) -> Path:
+        """Makes work/NAME/hf of our run (the rival's is there), ready to fine-tune."""
+        folder = self.work / name / "hf"
+        if not folder.is_dir():
+            self.command(
+                f"{name}-export", "-m", "pretrain", "export", str(folder.parent), str(folder)
+            )
+        ready_to_finetune(folder)
+        return folder
+
+    def both(self, side: Callable[[str], None]) -> None:
+        """side("ours") and side("rival"), at the same time if each has cards of its own.
+
+        One's failure does not stop the other; the first is raised at the end.
+        """
+        errors: list[Exception] = []
+
+        def guarded(name: str) -> None:
+            try:
+                side(name)
+            except Exception as error:
+                say(f"error: {error}")
+                errors.append(error)
+
+        with ThreadPoolExecutor(1 if self.shared else 2) as pool:
+            list(pool.map(guarded, SIDES))
+        if errors:
+            raise errors[0]
+
+    def train_all(self, side: str, runs: dict[str, list[str]], minutes: float) -> list[str]:
+        """Trains the runs of a side, one on each of its cards at a time; names of those that
+        finished (one that diverges is a result too, and is said)."""
+        free: queue.Queue[str] = queue.Queue()
+        for card in self.cards[side]:
+            free.put(card)
+        done: list[str] = []
+
+        def one(name: str) -> None:
+            card = free.get()
+            try:
+                getattr(self, side)(name, minutes, runs[name], card)
+                done.append(name)
+            except UserError as error:
+                say(f"{name}: {error}")
+            finally:
+                free.put(card)
+
+        with ThreadPoolExecutor(len(self.cards[side])) as pool:
+            list(pool.map(one, runs))
+        if not done:
+            raise UserError(f"no run of {side} finished", f"see {self.work / 'logs'}")
+        return sorted(done)
+
+
+def run_tries(place: Workplace, minutes: float, blimp: Path, rows: int) -> None:
+    """All tries of both sides; work/finals.json then holds side -> run -> options, the best of
+    each shape."""
+    finals: dict[str, dict[str, list[str]]] = {}
+
+    def of_side(side: str) -> None:
+        runs = {
+            f"try-{side}-{shape}-{name}": options
+            for shape, tries in TRIES[side].items()
+            for name, options in tries.items()
+        }
+        done = place.train_all(side, runs, minutes)
+        scores = place.score(done, f"tries-{side}", place.cards[side][0], blimp, 0.02, rows)
+        finals[side] = {}
+        for shape in TRIES[side]:
+            of_shape = [n for n in scores if n.startswith(f"try-{side}-{shape}-")]
+            if of_shape:
+                best = min(of_shape, key=lambda n: scores[n]["mlm_loss"])
+                finals[side][f"{side}-{shape}"] = runs[best]
+
+    place.both(of_side)
+    (place.work / "finals.json").write_text(json.dumps(finals, indent=1), encoding="utf-8")
+
+
+def run_finals(place: Workplace, minutes: float, blimp: Path, sample: float, rows: int) -> None:
+    """The runs of the full time, scored; work/best.json then holds the best run of each side."""
+    file = place.work / "finals.json"
+    finals = {side: {f"{side}-chosen": CHOSEN[side]} for side in SIDES}
+    if file.is_file():
+        finals = json.loads(file.read_text(encoding="utf-8"))
+    best: dict[str, str] = {}
+
+    def of_side(side: str) -> None:
+        done = place.train_all(side, finals[side], minutes)
+        scores = place.score(done, f"finals-{side}", place.cards[side][0], blimp, sample, rows)
+        best[side] = min(scores, key=lambda n: scores[n]["mlm_loss"])
+
+    place.both(of_side)
+    (place.work / "best.json").write_text(json.dumps(best), encoding="utf-8")
+
+
+def ready_to_finetune(folder: Path) -> None:
+    """Gives a model folder BERT's dropout of 0.1, whatever it was pretrained with: fine-tuning is
+    then the same for all."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8"))
+    config |= {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+    file.write_text(json.dumps(config, indent=2), encoding="utf-8")
