@@ -139,7 +139,9 @@ def _train_one(
     folder.mkdir(parents=True, exist_ok=True)
     for split in [s for s in ("dev", "test") if s in given]:
         # Labels stay at home: logits are scored here, with rows and windows put together again.
-        blind = [{k: v for k, v in f.items() if k != "labels"} for f in given[split]]
+        blind = [
+            {**{k: v for k, v in f.items() if k != "labels"}, **kind.blind} for f in given[split]
+        ]
         output = trainer.predict(blind)  # type: ignore[arg-type]
         scores, predictions = kind.score(splits[split], features[split], output.predictions)
         result |= scores if split == "dev" else {f"test_{k}": v for k, v in scores.items()}

@@ -25,6 +25,8 @@ class Kind:
     for unlabelled rows) and one JSON-able prediction a row.
     """
 
+    blind: dict[str, int] = {}  # what a collator insists on where labels are withheld
+
     def __init__(self, task: Task, settings: Settings, tokenizer: PreTrainedTokenizerFast) -> None:
         self.task, self.settings, self.tokenizer = task, settings, tokenizer
         self.labels: list[str] = list(task.labels)
@@ -214,6 +216,8 @@ class Tag(Kind):
 
 class Choice(Kind):
     """The best of four endings (SWAG)."""
+
+    blind = {"labels": 0}
 
     def model_settings(self) -> dict[str, Any]:
         return {}
