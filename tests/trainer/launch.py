@@ -41,10 +41,10 @@ def world(size: int, function: str, *arguments, timeout: float = 600) -> list:
                 "PYTHONPATH": str(REPO),
             }
             command = [sys.executable, "-m", "tests.trainer.launch", str(job)]
-            log = open(Path(folder) / f"{rank}.log", "wb")
-            processes.append(
-                subprocess.Popen(command, env=env, cwd=REPO, stdout=log, stderr=subprocess.STDOUT)
-            )
+            with open(Path(folder) / f"{rank}.log", "wb") as log:
+                processes.append(
+                    subprocess.Popen(command, env=env, cwd=REPO, stdout=log, stderr=log)
+                )
         try:
             end = time.monotonic() + timeout
             while any(p.poll() is None for p in processes) and time.monotonic() < end:

@@ -213,5 +213,3 @@ def run_all(layouts: list[Layout]) -> dict[str, tuple]:
         tensors = gather(engine)
         out[str(layout)] = (losses, norms, tensors if dist.get_rank() == 0 else None)
     return out
-
-

@@ -33,12 +33,13 @@ def production(tensors: dict[str, torch.Tensor], config: OptimizerConfig, decaye
             Piece(name, nn.Parameter(value.clone()), 0, shape, zero, shape, False, name in decayed)
         )
         middle = value.numel() // 3
-        held += [(pieces[-1].param, 0, middle, at), (pieces[-1].param, middle, value.numel(), at + middle)]
+        held += [
+            (pieces[-1].param, 0, middle, at),
+            (pieces[-1].param, middle, value.numel(), at + middle),
+        ]
         at += value.numel() + 5
     master = torch.zeros(at)
-    shard = Shard(
-        master, torch.zeros(at), torch.zeros(at), make_slices(pieces, held), whole=True
-    )
+    shard = Shard(master, torch.zeros(at), torch.zeros(at), make_slices(pieces, held), whole=True)
     for s in shard.slices:
         s.of(master).copy_(s.piece.param.data.view(-1)[s.begin : s.begin + s.numel])
     return Lamb(pieces, shard, config, SINGLE, plain), shard, pieces
@@ -102,7 +103,9 @@ def test_production_equals_the_reference(options):
     theirs = {k: v.clone() for k, v in tensors.items()}
     reference = ReferenceLamb(theirs, config, decayed)
     for step in range(8):
-        grads = {k: torch.randn(v.shape, generator=g) * 10 ** (step % 3 - 1) for k, v in tensors.items()}
+        grads = {
+            k: torch.randn(v.shape, generator=g) * 10 ** (step % 3 - 1) for k, v in tensors.items()
+        }
         norm = reference.step(grads, 0.02)
         scaled = {k: v * 64 for k, v in grads.items()}
         update = lamb.step(flatten(shard, scaled), 0.02, grad_scale=1 / 64)

@@ -50,7 +50,9 @@ def results():
 def worst(tensors, wanted):
     """(largest ||difference|| / ||tensor||, its name) over all tensors but the key biases."""
     return max(
-        (float((tensors[k] - w).norm() / w.norm()), k) for k, w in wanted.items() if "key.bias" not in k
+        (float((tensors[k] - w).norm() / w.norm()), k)
+        for k, w in wanted.items()
+        if "key.bias" not in k
     )
 
 
