@@ -70,7 +70,7 @@ def test_bins_are_as_even_as_row_by_row_dealing(seed: int, bins: int, rows: int)
     heap = [0] * bins
     for length in sorted(lengths.tolist(), reverse=True):
         heapq.heapreplace(heap, heap[0] + length)
-    assert sums.max() <= max(heap) * 1.06 + 1
+    assert sums.max() <= max(heap) * 1.03 + 1
     assert np.ptp(np.bincount(where, minlength=bins)) <= 1
 
 
@@ -84,6 +84,8 @@ def test_bins_are_as_even_as_row_by_row_dealing(seed: int, bins: int, rows: int)
         (512, 0.72, 32768, 1, 32768),
         (512, 0.72, 32768, 64, 32768),
         (512, 0.85, 1024, 8, 16384),
+        (512, 0.72, 176, 8, 8192),  # 8k tokens a rank: eleven rows a bin
+        (128, 0.89, 576, 8, 8192),
     ],
 )
 def test_waste_is_below_one_percent_from_8k_tokens_a_rank(longest, fill, global_batch, dp, budget):
@@ -91,12 +93,12 @@ def test_waste_is_below_one_percent_from_8k_tokens_a_rank(longest, fill, global_
     lengths = pair_lengths(rng, 200_000, longest, fill)
     p = packer(lengths, longest, global_batch, dp, budget)
     plans = []
-    for _ in range(6):
+    for _ in range(6 if global_batch > 4096 else 60):
         batch = rng.choice(lengths, global_batch)
         plans.append(p.plan(batch, mask_counts(batch, 0.15, 77)))
     assert np.mean([plan.waste for plan in plans]) < 0.01
     assert len({plan.n_micro for plan in plans}) == 1
-    assert len({(plan.tokens, plan.masked) for plan in plans}) <= 6
+    assert len({(plan.tokens, plan.masked) for plan in plans}) <= SHAPES + 4
 
 
 def test_a_run_has_at_most_16_lengths_even_where_batches_are_few_rows() -> None:
