@@ -76,29 +76,23 @@ def _nodes() -> tuple[list[str], int]:
     return nodes, int(os.environ["SLURM_NODEID"])
 
 
-def _python_command(command: list[str]) -> list[str]:
-    """What follows `python`; both starters run Python programs with their own interpreter."""
-    if Path(command[0]).name.startswith("python") and len(command) > 1:
-        return command[1:]
-    raise UserError(
-        f"{command[0]}: torchrun and deepspeed start Python programs",
-        "-- python -m pretrain train R",
-    )
-
-
 def _torchrun(command: list[str], nodes: list[str], index: int, processes: int) -> list[str]:
-    line = [sys.executable, "-m", "torch.distributed.run", "--signals-to-handle=SIGINT"]
+    line = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--no-python",
+        "--signals-to-handle=SIGINT",
+    ]
     line += [f"--nnodes={len(nodes)}", f"--node-rank={index}", f"--nproc-per-node={processes}"]
     line += [f"--master-addr={nodes[0]}"]
-    return [*line, f"--master-port={job_port(os.environ)}", *_python_command(command)]
+    return [*line, f"--master-port={job_port(os.environ)}", *command]
 
 
 def _deepspeed(command: list[str], nodes: list[str], index: int, hostfile: Path) -> list[str]:
-    rest = _python_command(command)
     line = ["deepspeed", "--no_ssh", f"--node_rank={index}", f"--hostfile={hostfile}"]
     line += [f"--master_addr={nodes[0]}", f"--master_port={job_port(os.environ)}"]
-    line += ["--no_local_rank"]
-    return [*line, *(["--module", *rest[1:]] if rest[0] == "-m" else rest)]
+    return [*line, "--no_python", "--no_local_rank", *command]
 
 
 def _supervise(line: list[str]) -> int:

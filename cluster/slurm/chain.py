@@ -109,8 +109,11 @@ def build_chain(recipe: Recipe, recipe_file: Path, profile: Profile) -> list[Job
                 stage,
             )
         )
-    last = [("export", ["-m", "pretrain", "export", recipe.work_dir])]
-    last += [("evaluate", ["-m", "pretrain", "evaluate", recipe.work_dir])]
+    last = [("export", ["-m", "pretrain", "export", recipe.work_dir, f"{recipe.work_dir}/hf"])]
+    scored = f"{recipe.work_dir}/shards/{recipe.phases[-1].shards}"
+    last += [
+        ("evaluate", ["-m", "pretrain", "evaluate", f"{recipe.work_dir}/hf", "--shards", scored])
+    ]
     jobs += [
         Job(name, 1, 1, min(gpus, 1), cpus, profile.prep_time_limit, [Step(name, command)])
         for name, command in last

@@ -85,7 +85,9 @@ def fault(folder: Path, rank: int, update: int) -> None:
 def meet(env: dict, rank: int, world: int, timeout: float) -> list:
     if world == 1:
         return []
-    address = (env["MASTER_ADDR"], int(env["MASTER_PORT"]))
+    # torchrun's own store holds MASTER_PORT
+    beside = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    address = (env["MASTER_ADDR"], int(env["MASTER_PORT"]) + beside)
     if rank == 0:
         server = socket.create_server(("", address[1]))
         server.settimeout(30)

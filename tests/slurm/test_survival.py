@@ -6,6 +6,7 @@ Scenarios that leave the cluster whole run side by side, since most of their tim
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -124,7 +125,15 @@ def failing_twice_at_the_same_step_stops_with_the_reason(run: Run) -> None:
 
 
 def a_torchrun_per_node_hands_signals_on(run: Run) -> None:
-    run.profile |= {"starter": "torchrun", "tasks_per_node": 2}
+    starter_hands_signals_on(run, "torchrun")
+
+
+def a_deepspeed_per_node_hands_signals_on(run: Run) -> None:
+    starter_hands_signals_on(run, "deepspeed")
+
+
+def starter_hands_signals_on(run: Run, starter: str) -> None:
+    run.profile |= {"starter": starter, "tasks_per_node": 2}
     run.standin(update_s=0.3).submit()
     run.wait_step(3, 100)
     run.cluster.run("scancel", "--batch", "--signal=USR1", run.ids["train-a"])
@@ -136,6 +145,7 @@ def a_torchrun_per_node_hands_signals_on(run: Run) -> None:
 SIDE_BY_SIDE: list[Callable[[Run], None]] = [
     b51_signal_ahead_of_the_time_limit,
     a_torchrun_per_node_hands_signals_on,
+    a_deepspeed_per_node_hands_signals_on,
     b51_preemption_saves_and_requeues_once,
     b51_another_signal,
     b51_term_only_and_twice,
@@ -186,11 +196,15 @@ def test_power_cut_of_a_node(new_run, cluster):
 
 def test_controller_crash(new_run, cluster):
     run = new_run("controller")
-    run.standin(update_s=0.1).submit()
+    run.standin(update_s=0.5).submit()
     run.wait_step(5)
+    queued = time.time()
+    saved = cluster.folder / "state" / "job_state"  # SLURM writes it some seconds late
+    wait_for(lambda: saved.stat().st_mtime > queued, 30, "the controller's memory of the jobs")
     cluster.do("kill-ctld")
+    at = run.step()
     try:
-        run.wait_step(30)  # the phase ends without a controller
+        run.wait_step(at + 4)  # the training does not notice
     finally:
         cluster.do("start-ctld")
     finish(run)

@@ -1,0 +1,164 @@
+import re
+import subprocess
+import sys
+
+import pytest
+
+from cluster import hostfile, submit
+from cluster.launch import training_processes
+from cluster.slurm.client import count_gpus
+from configs import UserError
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    path = tmp_path / "r.yaml"
+    path.write_text(
+        f"name: r\nwork_dir: {tmp_path}/my run\nmodel: {{preset: bert-tiny}}\n"
+        "phases:\n  - {name: one, steps: 30}\n  - {name: two, steps: 12}\n"
+    )
+    return str(path)
+
+
+@pytest.fixture
+def profile(tmp_path):
+    def write(text):
+        path = tmp_path / "site.yaml"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+def dry_run(capsys, recipe, profile, *more):
+    submit.main([recipe, "--profile", profile, "--dry-run", *more])
+    text = capsys.readouterr().out
+    pieces = re.split(r"^# =+ (\S.*)\.sbatch =+\n", text, flags=re.M)[1:]
+    return {path.rsplit("/", 1)[1]: script for path, script in zip(pieces[::2], pieces[1::2])}
+
+
+@pytest.mark.parametrize("site", ["gpu-srun", "gpu-container", "cpu"])
+def test_shipped_profiles_make_scripts_that_bash_accepts(capsys, recipe, site):
+    scripts = dry_run(capsys, recipe, site)
+    assert list(scripts) == ["prep", "train-one", "train-two", "export", "evaluate"]
+    for script in scripts.values():
+        subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    assert "train.stop_at=30" in scripts["train-one"]
+    assert "train.stop_at=42" in scripts["train-two"]  # updates of the whole run
+
+
+def test_what_a_profile_says_is_in_the_scripts(capsys, recipe, profile):
+    site = profile(
+        "partition: p\naccount: a\nqos: q\nnodes: 2\ngpus_per_node: 4\ncpus_per_task: 6\n"
+        "modules: [cuda/13]\nsetup: ['source env.sh']\nenvironment: {NCCL_DEBUG: 'IN FO'}\n"
+        "container: apptainer exec --nv x.sif\nsrun_options: --foo\npython: py\noffline: true\n"
+        "wheelhouse: /w\nstage_shards_to: /local\nsignal: USR2\nsignal_lead_s: 77\n"
+        "sbatch_options: {exclusive: '', reservation: r1}\nprep_nodes: 2\n"
+    )
+    scripts = dry_run(capsys, recipe, site)
+    for line in (
+        "#SBATCH --partition=p\n#SBATCH --account=a\n#SBATCH --qos=q\n",
+        "#SBATCH --exclusive\n#SBATCH --reservation=r1\n",
+        "#SBATCH --gres=gpu:4\n",
+        "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=4\n",
+        "#SBATCH --signal=B:USR2@77\n",
+        "#SBATCH --open-mode=append\n#SBATCH --requeue\n",
+        "module load cuda/13\n",
+        "export NCCL_DEBUG='IN FO'\n",
+        "export HF_HUB_OFFLINE=1",
+        "export PIP_FIND_LINKS=/w\n",
+        "source env.sh\n",
+        "--cpus-per-task=6 --foo apptainer exec --nv x.sif py -m pretrain train",
+        "guard.save_signals=[SIGTERM,SIGUSR2]",
+        "train.shards_dir=/local/r",
+        "-m cluster preflight --folder",
+    ):
+        assert line in scripts["train-one"], line
+    assert "--mpi=pmix" in scripts["prep"]
+    assert "prep.executor=mpi" in scripts["prep"]
+
+
+@pytest.mark.parametrize("starter", ["torchrun", "deepspeed"])
+def test_starters_run_once_a_node(capsys, recipe, profile, starter):
+    site = profile(f"nodes: 2\ntasks_per_node: 4\npreflight: false\nstarter: {starter}\n")
+    line = re.search(r"^train (.*)$", dry_run(capsys, recipe, site)["train-one"], re.M)[1]
+    assert line.startswith("srun --ntasks=2 --ntasks-per-node=1 ")
+    assert (
+        f"-m cluster launch --starter {starter} --processes 4 -- python -m pretrain train" in line
+    )
+
+
+@pytest.mark.parametrize(
+    ("site", "arguments", "named"),
+    [
+        ("nods: 2", [], "did you mean nodes"),
+        ("nodes: two", [], "nodes"),
+        ("starter: srunn", [], "starter=srunn"),
+        ("nodes: 0", [], "nodes=0"),
+        ("{gpus_per_node: 2, tasks_per_node: 4}", [], "tasks_per_node=4"),
+        ("{nodes: 3, tasks_per_node: 1}", ["parallel.tp=2"], "3 nodes x 1"),
+        ("{nodes: 2, tasks_per_node: 1}", ["parallel.tp=2"], "within a node"),
+        ("nodes: 1", ["parallel.tq=2"], "known here: tp"),
+        ("nodes: 1", ["phases.1.name=one"], "one, one"),
+    ],
+)
+def test_bad_input_is_named_before_anything_is_queued(recipe, profile, site, arguments, named):
+    with pytest.raises(UserError) as caught:
+        submit.main([recipe, *arguments, "--profile", profile(site)])
+    assert named in str(caught.value)
+
+
+def test_no_sbatch_here(recipe, profile, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(UserError, match="is not installed here.*\n.*--dry-run"):
+        submit.main([recipe, "--profile", profile("nodes: 1")])
+
+
+def test_unknown_profile_names_the_shipped_ones(recipe):
+    with pytest.raises(UserError, match="did you mean gpu-srun"):
+        submit.main([recipe, "--profile", "gpu-srn"])
+
+
+def test_gres_forms():
+    assert count_gpus("gpu:8") == 8
+    assert count_gpus("gpu:h100:8(S:0-1),nvme:2") == 8
+    assert count_gpus("gpu:a100:4,gpu:t4:2") == 6
+    assert count_gpus("(null)") == 0
+
+
+def test_hostfile_of_an_allocation(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "gpu[008-010]")
+    monkeypatch.setenv("SLURM_TASKS_PER_NODE", "4(x2),3")
+    hostfile.main([])
+    assert capsys.readouterr().out == "gpu008 slots=4\ngpu009 slots=4\ngpu010 slots=3\n"
+    hostfile.main(["--slots", "8", "-o", str(tmp_path / "hosts")])
+    assert (tmp_path / "hosts").read_text().splitlines()[2] == "gpu010 slots=8"
+    monkeypatch.setenv("SLURM_TASKS_PER_NODE", "4(x5)")
+    with pytest.raises(UserError, match="does not fit"):
+        hostfile.main([])
+    monkeypatch.delenv("SLURM_JOB_NODELIST")
+    with pytest.raises(UserError, match="not a SLURM allocation"):
+        hostfile.main([])
+
+
+def test_signals_go_past_the_starter_to_the_topmost_ranks():
+    worker = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
+    starter = (
+        "import os, subprocess, sys\n"
+        "ps = [subprocess.Popen([sys.executable, '-c', sys.argv[1]], env={**os.environ, 'RANK': str(r)},"
+        " stdin=subprocess.PIPE) for r in range(2)]\n"
+        "print(*(p.pid for p in ps), flush=True)\n"
+        "input()\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", starter, worker],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={"PATH": "/usr/bin:/bin"},
+    )
+    try:
+        ranks = [int(pid) for pid in process.stdout.readline().split()]
+        assert sorted(training_processes(process.pid)) == sorted(ranks)
+    finally:
+        process.communicate("\n")

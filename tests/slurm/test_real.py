@@ -1,0 +1,212 @@
+"""The real rooms on the real scheduler: MPI preparation, training, export and evaluation."""
+
+from __future__ import annotations
+
+import filecmp
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster.nodes import expand
+
+from .conftest import Cluster, Run, wait_for
+
+WORDS = [
+    "kiln",
+    "glaze",
+    "clay",
+    "fire",
+    "wheel",
+    "bowl",
+    "ash",
+    "salt",
+    "slip",
+    "jar",
+    "potter",
+    "hand",
+    "oven",
+    "night",
+    "river",
+    "stone",
+]
+
+
+def write_books(folder: Path) -> None:
+    draw = random.Random(7)
+    folder.mkdir(parents=True)
+    for book in range(12):
+        paragraphs = [
+            " ".join(
+                " ".join(draw.choices(WORDS, k=draw.randint(4, 12))).capitalize() + "."
+                for _ in range(draw.randint(2, 6))
+            )
+            for _ in range(30)
+        ]
+        (folder / f"book{book:02d}.txt").write_text("\n\n".join(paragraphs) + "\n")
+
+
+def real(run: Run, books: Path) -> Run:
+    """The demo's shape at the smallest size."""
+    run.recipe |= {
+        "seed": 3,
+        "sources": [{"kind": "books", "path": str(books)}],
+        "vocab": {"size": 200, "min_frequency": 1},
+        "prep": {"held_out": 0.1, "workers": 1},
+        "shards": {"len64": {"max_length": 64}},
+        "model": {
+            "preset": "bert-tiny",
+            "hidden_size": 32,
+            "num_heads": 2,
+            "max_position_embeddings": 64,
+        },
+        "parallel": {"micro_batch_tokens": 512},
+        "phases": [
+            {"name": "a", "shards": "len64", "global_batch": 16, "steps": 10},
+            {"name": "b", "shards": "len64", "global_batch": 16, "steps": 4},
+        ],
+        "train": {"precision": "fp32", "eval_rows": 16},
+        "checkpoint": {"every": 4},
+        "guard": {"hang_timeout_s": 20},
+    }
+    run.profile |= {
+        "prep_nodes": 2,
+        "environment": {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
+    }
+    return run
+
+
+@pytest.fixture(scope="module")
+def books(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("text") / "books"
+    write_books(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def quiet(
+    cluster: Cluster, tmp_path_factory: pytest.TempPathFactory, repo: Path, books: Path
+) -> Iterator[Run]:
+    """The undisturbed chain."""
+    run = real(Run(cluster, tmp_path_factory.mktemp("real") / "quiet", repo), books)
+    run.profile["sbatch_options"] = {"exclude": "alpha,gpu08"}  # where the other one is disturbed
+    run.submit()
+    yield run
+    run.cancel()
+
+
+def test_chain(quiet, repo):
+    quiet.finish(200)
+    assert sorted(quiet.losses()) == list(range(1, 15))
+    assert (quiet.work / "hf" / "config.json").exists()
+    screen = subprocess.run(
+        [sys.executable, "-m", "cluster", "status", str(quiet.work)],
+        capture_output=True,
+        text=True,
+        cwd=repo,
+        check=True,
+    ).stdout
+    assert screen.count("COMPLETED") == 5
+    assert "update 14/14" in screen
+
+
+def test_mpi_prep_over_two_nodes_gives_the_bytes_of_one_process(quiet, repo, tmp_path):
+    wait_for(
+        lambda: quiet.cluster.state(quiet.ids["prep"]) == "COMPLETED", 120, "prep", quiet.report
+    )
+    assert "--mpi=pmix" in (quiet.work / "slurm" / "prep.sbatch").read_text()
+    recipe = str(quiet.folder / "recipe.yaml")
+    for command in ("vocab", "build"):
+        line = [sys.executable, "-m", "data_prep", command, recipe, f"work_dir={tmp_path}"]
+        subprocess.run(line, cwd=repo, check=True, capture_output=True)
+    ours, theirs = tmp_path / "shards" / "len64", quiet.work / "shards" / "len64"
+    names = sorted(p.relative_to(ours) for p in ours.rglob("*") if p.is_file())
+    parts = [name for name in names if name.suffix in (".arrow", ".u16", ".u8", ".json")]
+    assert any(name.suffix == ".arrow" for name in parts)
+    same, differ, missing = filecmp.cmpfiles(ours, theirs, [str(n) for n in parts], shallow=False)
+    assert (differ, missing) == ([], [])
+
+
+def test_preempted_and_cut_training_ends_with_the_same_losses(quiet, cluster, new_run, books):
+    wait_for(
+        lambda: quiet.cluster.state(quiet.ids["prep"]) == "COMPLETED", 120, "prep", quiet.report
+    )
+    run = real(new_run("disturbed"), books)
+    for name in ("vocab", "shards"):
+        shutil.copytree(quiet.work / name, run.work / name)
+    run.profile["partition"] = "low"
+    run.profile["sbatch_options"] = {"exclude": "gpu09,gpu10"}
+    run.submit()
+    run.wait_step(2, 120)
+    cluster.run(
+        "sbatch",
+        "-p",
+        "high",
+        "-w",
+        "alpha,gpu08",
+        "-N2",
+        "--exclusive",
+        "-o",
+        "/dev/null",
+        "--wrap",
+        "sleep 1",
+    )
+    wait_for(lambda: run.restarts() == 1, 60, "the preemption", run.report)
+    saved_at = run.step()
+    run.wait_step(saved_at + 2, 120)
+    nodes = expand(run.lives("train-a").split("started on ")[-1].split()[0])
+    cluster.do("kill-node", nodes[-1])
+    try:
+        wait_for(lambda: run.restarts() == 2, 100, "the power cut", run.report)
+    finally:
+        cluster.do("start-node", nodes[-1])
+    run.finish(200)
+    quiet.finish(200)
+    assert run.losses() == quiet.losses()
+
+
+@pytest.mark.parametrize("launcher", ["slurm", "openmpi"])
+def test_deepspeed_launcher_starts_two_by_two(quiet, cluster, repo, tmp_path, launcher):
+    wait_for(
+        lambda: quiet.cluster.state(quiet.ids["prep"]) == "COMPLETED", 120, "prep", quiet.report
+    )
+    work = tmp_path / "work"
+    for name in ("vocab", "shards"):
+        shutil.copytree(quiet.work / name, work / name)
+    hosts = tmp_path / "hostfile"
+    options = (
+        "--launcher_args='-x MASTER_ADDR=%s --mca btl_tcp_if_include lo'"
+        if launcher == "openmpi"
+        else "%.0s"
+    )
+    script = tmp_path / "job.sh"
+    script.write_text(
+        "#!/bin/bash\nset -e\n"
+        f"export PATH={Path(sys.executable).parent}:$PATH OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu\n"
+        f"cd {repo}\n"
+        f"python -m cluster hostfile --slots 2 -o {hosts}\n"
+        f"first=$(head -n 1 {hosts} | cut -d' ' -f1)\n"
+        f"deepspeed --hostfile {hosts} --no_ssh_check --master_addr $first --force_multi "
+        f"--launcher {launcher} {options % '$first'} pretrain/__main__.py train {quiet.folder}/recipe.yaml "
+        f"work_dir={work} train.stop_at=4 parallel.tp=2\n".replace(
+            "'-x MASTER_ADDR=$first", '"-x MASTER_ADDR=$first'
+        ).replace("include lo'", 'include lo"')
+    )
+    log = tmp_path / "log"
+    line = [
+        "sbatch",
+        "-W",
+        "-N2",
+        "--ntasks-per-node=2",
+        "--exclude=gpu08",
+        "-o",
+        str(log),
+        str(script),
+    ]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, log.read_text()[-5000:]
+    assert len((work / "train" / "log.jsonl").read_text().splitlines()) >= 4
