@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,11 @@ from data_prep.sources.base import (
     hash_files,
 )
 from data_prep.sources.books import book_documents
+from data_prep.sources.hub_files import SUFFIXES, resolve
 from data_prep.sources.prose import paragraphs_of
 from data_prep.sources.streams import can_cut, chunks_of, decode, lines_of, reading
 from data_prep.sources.text import windows
 
-SUFFIXES = (
-    ".parquet", ".arrow", ".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".txt", ".txt.gz",
-)  # fmt: skip
 ROWS = 8192  # read at a time
 
 
@@ -39,7 +37,9 @@ class HubSource(Source):
     """Rows of a data set. A document is a row (file), chapters of it, or windows over rows."""
 
     suffixes = SUFFIXES
-    looks_like = "a data set's name, or a folder or glob of parquet, arrow, jsonl or text files"
+    looks_like = (
+        "a data set's name on the hub, or a folder or glob of parquet, arrow, jsonl or text files"
+    )
 
     def __init__(self, config: SourceConfig) -> None:
         super().__init__(config)
@@ -65,13 +65,16 @@ class HubSource(Source):
         return self._files
 
     def hashes(self, paths: Sequence[str]) -> dict[str, str]:
-        local = [path for path in paths if "://" not in path]
-        remote = {
-            path: hashlib.blake2b(f"{path} {_size(path)}".encode(), digest_size=16).hexdigest()
-            for path in paths
-            if "://" in path
-        }
-        return {**hash_files(local), **remote}
+        remote = [path for path in paths if "://" in path]
+        known = hash_files([path for path in paths if "://" not in path])
+        if remote:
+            from huggingface_hub import HfFileSystem
+
+            files = HfFileSystem()
+            for path in remote:  # the hub's own content hash
+                info = files.info(path)
+                known[path] = str((info.get("lfs") or {}).get("sha256") or info["blob_id"])
+        return known
 
     def documents(self, unit: Range, dropped: Counter[str]) -> Iterator[Document]:
         cut, sentences = self.config.document, self.config.window_sentences
@@ -79,8 +82,7 @@ class HubSource(Source):
             name = f"{self.name}/{piece.path.rsplit('/', 1)[-1]}@{piece.start}"
             texts = self._rows(piece)
             if cut == "rows":
-                kept = (" ".join(text.split()) for text in texts)
-                yield from windows(([text] for text in kept if text), sentences, True, name)
+                yield from _windows_of_rows(texts, sentences, name)
                 continue
             for number, text in enumerate(texts):
                 found = False
@@ -93,13 +95,13 @@ class HubSource(Source):
     def _rows(self, piece: Piece) -> Iterator[str]:
         column = self.config.text_column
         if piece.path.endswith(".parquet"):
-            with reading(piece.path), _open(piece.path) as file:
+            with _table(piece.path) as file:
                 table = pq.ParquetFile(file)
                 groups = list(range(piece.start, piece.end))
                 for batch in table.iter_batches(ROWS, groups, [column]):
                     yield from _strings(batch.column(0))
         elif piece.path.endswith(".arrow"):
-            with reading(piece.path), _open(piece.path) as file:
+            with _table(piece.path) as file:
                 for number, batch in enumerate(_arrow_batches(file)):
                     if number >= piece.end:
                         break
@@ -115,6 +117,23 @@ class HubSource(Source):
                     text = _json_text(text, column, piece.path)
                 if text:
                     yield text
+
+
+def _windows_of_rows(texts: Iterator[str], sentences: int, name: str) -> Iterator[Document]:
+    """A row is a sentence; so many of them are a document, and an empty row ends one (B03: no
+    other character ends a sentence)."""
+    held: list[str] = []
+    number = 0
+    for text in texts:
+        text = " ".join(text.split())
+        if text:
+            held.append(text)
+        if held and (not text or len(held) == sentences):
+            yield Document(f"{name}#{number}", held, presplit=True)
+            held = []
+            number += 1
+    if held:
+        yield Document(f"{name}#{number}", held, presplit=True)
 
 
 def _row_documents(text: str, name: str, cut: str, sentences: int) -> Iterator[Document]:
@@ -144,19 +163,22 @@ def _strings(column: Any) -> Iterator[str]:
         yield value.as_py() or ""
 
 
+@contextmanager
+def _table(path: str) -> Iterator[Any]:
+    """An open parquet or arrow file; what a damaged one raises becomes a UserError."""
+    with reading(path), _open(path) as file:
+        try:
+            yield file
+        except pa.ArrowException as error:
+            raise UserError(f"{path}: cannot be read ({error})", "it may be cut off") from error
+
+
 def _open(path: str) -> Any:
     if "://" in path:
-        import fsspec
+        from huggingface_hub import HfFileSystem
 
-        return fsspec.open(path, "rb").open()
+        return HfFileSystem().open(path, "rb", block_size=8 << 20)
     return open(path, "rb")
-
-
-def _size(path: str) -> int:
-    import fsspec
-
-    filesystem, inner = fsspec.core.url_to_fs(path)
-    return int(filesystem.info(inner).get("size") or 0)
 
 
 def _check_column(
@@ -179,11 +201,8 @@ def _check_column(
 
 def _parquet_plan(path: str, config: SourceConfig) -> list[tuple[list[Piece], int]]:
     units: list[tuple[list[Piece], int]] = []
-    with reading(path), _open(path) as file:
-        try:
-            table = pq.ParquetFile(file)
-        except pa.ArrowInvalid as error:
-            raise UserError(f"{path}: not a parquet file ({error})", "it may be cut off") from error
+    with _table(path) as file:
+        table = pq.ParquetFile(file)
         schema = table.schema_arrow
         _check_column(schema.names, schema.types, path, config)
         column = [
@@ -211,7 +230,7 @@ def _arrow_batches(file: Any) -> Iterator[Any]:
 def _arrow_plan(path: str, config: SourceConfig) -> list[tuple[list[Piece], int]]:
     units: list[tuple[list[Piece], int]] = []
     start = size = number = 0
-    with reading(path), _open(path) as file:
+    with _table(path) as file:
         for batch in _arrow_batches(file):
             if not number:
                 _check_column(batch.schema.names, batch.schema.types, path, config)
@@ -223,10 +242,3 @@ def _arrow_plan(path: str, config: SourceConfig) -> list[tuple[list[Piece], int]
     if number > start:
         units.append(([Piece(path, start, number)], size))
     return units
-
-
-def resolve(config: SourceConfig) -> list[str]:
-    """The files of a local path, or of a data set on the hub."""
-    from data_prep.sources.base import find_files
-
-    return [str(path) for path in find_files(config, SUFFIXES, HubSource.looks_like)]

@@ -1,0 +1,229 @@
+"""Data sets: shapes of local files, configurations and splits, and a hub on the loopback."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from configs import UserError
+from configs.schema import SourceConfig
+from data_prep.sources import Document, base, hub, open_source
+from tests.data_prep_text.fake_hub import serve
+
+TEXTS = [f"Text number {n} has one sentence. And another one." for n in range(40)]
+
+
+def read(path: Path | str, **keys: Any) -> tuple[list[Document], Counter[str], int]:
+    source = open_source(SourceConfig(kind="hub", path=str(path), **keys))
+    dropped: Counter[str] = Counter()
+    units = source.ranges()
+    return [d for u in units for d in source.documents(u, dropped)], dropped, len(units)
+
+
+def texts(path: Path | str, **keys: Any) -> list[str]:
+    return ["\n".join(d.paragraphs) for d in read(path, **keys)[0]]
+
+
+def write_all(folder: Path, column: str = "text") -> dict[str, Path]:
+    """The same rows in every format."""
+    table = pa.table({"id": list(range(40)), column: TEXTS})
+    pq.write_table(table, folder / "a.parquet", row_group_size=7)
+    for name, new in (("stream.arrow", pa.ipc.new_stream), ("file.arrow", pa.ipc.new_file)):
+        with new(str(folder / name), table.schema) as writer:
+            writer.write_table(table, max_chunksize=9)
+    lines = "".join(json.dumps({column: text}) + "\n" for text in TEXTS)
+    (folder / "a.jsonl").write_text(lines)
+    (folder / "a.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    (folder / "a.txt").write_text("\n".join(TEXTS))
+    return {p.name: p for p in folder.iterdir()}
+
+
+@pytest.mark.parametrize(
+    "name", ["a.parquet", "stream.arrow", "file.arrow", "a.jsonl", "a.jsonl.gz", "a.txt"]
+)
+def test_formats_give_the_same_rows_in_any_units(name, tmp_path, monkeypatch) -> None:
+    file = write_all(tmp_path)[name]
+    assert texts(file) == TEXTS
+    monkeypatch.setattr(hub, "SMALL_UNIT", 200)
+    monkeypatch.setattr(hub, "RANGE_BYTES", 333)
+    documents, _, units = read(file)
+    assert ["\n".join(d.paragraphs) for d in documents] == TEXTS
+    assert units > 3 or name == "a.jsonl.gz"
+    assert len({d.id for d in documents}) == 40
+
+
+def test_column_mapping(tmp_path) -> None:
+    files = write_all(tmp_path, column="body")
+    for name in ("a.parquet", "stream.arrow", "a.jsonl"):
+        assert texts(files[name], text_column="body") == TEXTS
+        with pytest.raises(UserError, match=rf"{name}.*text"):
+            read(files[name])
+    with pytest.raises(UserError, match="holds int64, not text"):
+        read(files["a.parquet"], text_column="id")
+
+
+def test_damaged_files_are_named(tmp_path) -> None:
+    files = write_all(tmp_path)
+    for name in ("a.parquet", "stream.arrow", "file.arrow", "a.jsonl.gz"):
+        file = files[name]
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+        with pytest.raises(UserError, match=name):
+            read(file)
+    (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\n{"text": "cut')
+    with pytest.raises(UserError, match=r"bad.jsonl"):
+        read(tmp_path / "bad.jsonl")
+
+
+def put(path: Path, rows: list[str]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table({"text": rows}), path)
+
+
+def test_a_folder_in_the_hubs_shape(tmp_path) -> None:
+    put(tmp_path / "20231101.en/train-00001-of-00002.parquet", ["Second text."])
+    put(tmp_path / "20231101.en/train-00000-of-00002.parquet", ["First text."])
+    put(tmp_path / "20231101.en/test-00000-of-00001.parquet", ["Test text."])
+    put(tmp_path / "20231101.de/train-00000-of-00001.parquet", ["Ein Text."])
+    assert texts(tmp_path, config="20231101.en") == ["First text.", "Second text."]
+    assert texts(tmp_path, config="20231101.en", split="test") == ["Test text."]
+    assert texts(tmp_path, config="20231101.de") == ["Ein Text."]
+    with pytest.raises(UserError, match=r"'20231101.fr'[\s\S]*20231101.de, 20231101.en"):
+        read(tmp_path, config="20231101.fr")
+    with pytest.raises(UserError, match=r"'validation'[\s\S]*test, train"):
+        read(tmp_path, config="20231101.en", split="validation")
+    (tmp_path / "README.md").write_text(
+        "---\nconfigs:\n- config_name: english\n  data_files:\n  - split: train\n    path: 20231101.en/train-*\n"
+        "- config_name: all\n  default: true\n  data_files: '*/train*'\n---\n# A set\n"
+    )
+    assert texts(tmp_path, config="english") == ["First text.", "Second text."]
+    assert texts(tmp_path) == ["Ein Text.", "First text.", "Second text."]
+    with pytest.raises(UserError, match=r"20231101.en[\s\S]*english, all"):
+        read(tmp_path, config="20231101.en")
+
+
+def test_one_format_is_read_once(tmp_path) -> None:
+    """A set may be there as parquet and as JSON lines; its rows count once."""
+    write_all(tmp_path)
+    assert texts(tmp_path) == TEXTS
+
+
+def test_rows_of_sentences_make_documents_of_so_many(tmp_path) -> None:
+    put(
+        tmp_path / "train.parquet",
+        [f"usually , he is number {n} ." for n in range(10)] + ["", "the end"],
+    )
+    documents, _, _ = read(tmp_path, document="rows", window_sentences=4)
+    assert [len(d.paragraphs) for d in documents] == [4, 4, 2, 1]
+    assert all(d.presplit for d in documents)
+    assert documents[0].paragraphs[0] == "usually , he is number 0 ."
+
+
+def test_books_in_rows_are_read_as_books(tmp_path) -> None:
+    lines = "\n".join(
+        "This is a line of a book that was wrapped at about seventy columns" for _ in range(9)
+    )
+    book = f"A TITLE\n\nCHAPTER I\n\n{lines}.\n\nCHAPTER II\n\n{lines}.\n"
+    put(tmp_path / "train.parquet", [book])
+    chapters = read(tmp_path, document="chapter")[0]
+    assert [len(d.paragraphs) for d in chapters] == [1, 1]
+    assert (
+        chapters[0].paragraphs[0].count("This is a line") == 9
+        and "\n" not in chapters[0].paragraphs[0]
+    )
+    assert [len(d.paragraphs) for d in read(tmp_path)[0]] == [2]
+
+
+def test_titles_between_paragraphs_are_left_out(tmp_path) -> None:
+    put(
+        tmp_path / "train.parquet",
+        ["Berlin is a city.\n\nHistory\n\nIt is old.\n\nSee also\n\nList of cities", ""],
+    )
+    documents, dropped, _ = read(tmp_path)
+    assert [d.paragraphs for d in documents] == [["Berlin is a city.", "It is old."]]
+    assert dropped == {"empty row": 1}
+
+
+def test_the_hubs_parquet_of_wikipedia(real_data) -> None:
+    documents, _, _ = read(real_data / "wiki/extracted/train-00000-of-00001.parquet")
+    assert 960 <= len(documents) <= 967
+
+
+def ask(lines: list[dict[str, Any]], **environment: str) -> list[dict[str, Any]]:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
+    run = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("hub_reader.py"))],
+        input="".join(json.dumps(line) + "\n" for line in lines),
+        env={
+            **clean,
+            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+            "PYTHONPATH": str(Path(__file__).parents[2]),
+            **environment,
+        },
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert run.returncode == 0, run.stderr
+    return [json.loads(line) for line in run.stdout.splitlines()]
+
+
+def test_sets_by_name_downloaded_streamed_and_offline(tmp_path) -> None:
+    hub_files = tmp_path / "hub"
+    put(
+        hub_files / "wikimedia/wikipedia/main/20231101.en/train-00000-of-00001.parquet", ["A text."]
+    )
+    put(
+        hub_files / "wikimedia/wikipedia/main/20231101.de/train-00000-of-00001.parquet",
+        ["Ein Text."],
+    )
+    script = hub_files / "bookcorpus/bookcorpus/main/bookcorpus.py"
+    script.parent.mkdir(parents=True)
+    script.write_text("raise SystemExit")
+    put(
+        hub_files / "bookcorpus/bookcorpus/refs_convert_parquet/plain_text/train/0000.parquet",
+        ["one .", "two ."],
+    )
+    wikipedia = {"path": "wikimedia/wikipedia", "config": "20231101.en"}
+    books = {"path": "bookcorpus/bookcorpus", "document": "rows"}
+    converted = {**books, "revision": "refs/convert/parquet"}
+    home = str(tmp_path / "home")
+    with serve(hub_files) as address:
+        answers = ask(
+            [wikipedia, {**wikipedia, "streaming": True}, books, converted, {**converted, "streaming": True},
+             {"path": "no/such"}],
+            HF_ENDPOINT=address, HF_HOME=home,
+        )  # fmt: skip
+    assert answers[0]["texts"] == answers[1]["texts"] == [["A text."]]
+    assert answers[0]["paths"][0].startswith(home)
+    assert answers[1]["paths"] == [
+        "hf://datasets/wikimedia/wikipedia/20231101.en/train-00000-of-00001.parquet"
+    ]
+    assert (
+        "script data set" in answers[2]["error"]
+        and "revision: refs/convert/parquet" in answers[2]["error"]
+    )
+    assert answers[3]["texts"] == answers[4]["texts"] == [["one .", "two ."]]
+    assert "no/such" in answers[5]["error"]
+    # The same sets from the cache: by the offline switch, and with nobody at the address.
+    for environment in ({"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": address}):
+        again = ask([wikipedia, converted, {"path": "no/such"}], HF_HOME=home, **environment)
+        assert [a.get("texts") for a in again] == [[["A text."]], [["one .", "two ."]], None]
+        assert "the hub is not reachable" in again[2]["error"]
+
+
+def test_units_of_small_files_depend_on_files_alone(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(base, "SMALL_UNIT", 1000)
+    for number in range(6):
+        (tmp_path / f"{number}.txt").write_text("word " * 90)
+    source = open_source(SourceConfig(kind="books", path=str(tmp_path)))
+    assert [len(unit.pieces) for unit in source.ranges()] == [3, 3]
