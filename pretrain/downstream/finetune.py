@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from configs import UserError, say
+from pretrain.downstream.loading import RANDOM, split_random
 from pretrain.downstream.readers import read_splits
 from pretrain.downstream.tasks import TASKS, Settings, Task, find_task
 
@@ -52,16 +53,15 @@ def main(argv: Sequence[str]) -> int:
 
 def _resolve(model: str, out: Path) -> str:
     """An HF folder or hub name as it is; a run or checkpoint is exported next to the results."""
-    prefix, _, name = model.rpartition("random:")
+    name, random = split_random(model)
     folder = Path(name)
     if not folder.exists() or (folder / "config.json").is_file():
         return model
     from pretrain.convert.export import export
 
-    exported = out.with_name(out.name + "-model")
-    if not (exported / "config.json").is_file():
-        export(folder, exported)
-    return f"{'random:' if prefix or model.startswith('random:') else ''}{exported}"
+    # Always anew: an export left from another checkpoint would be scored in this one's name (B53).
+    exported = str(export(folder, out.with_name(out.name + "-model")))
+    return RANDOM + exported if random else exported
 
 
 def _settings(task: Task, options: Any) -> Settings:

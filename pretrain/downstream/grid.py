@@ -137,14 +137,14 @@ def _train_one(
     trainer.train()
     result: dict[str, Any] = {"task": kind.task.name, "lr": lr, "seed": seed}
     folder.mkdir(parents=True, exist_ok=True)
-    for split in [s for s in ("dev", "test") if s in given]:
+    for split in [s for s in given if s != "train"]:
         # Labels stay at home: logits are scored here, with rows and windows put together again.
         blind = [
             {**{k: v for k, v in f.items() if k != "labels"}, **kind.blind} for f in given[split]
         ]
         output = trainer.predict(blind)  # type: ignore[arg-type]
         scores, predictions = kind.score(splits[split], features[split], output.predictions)
-        result |= scores if split == "dev" else {f"test_{k}": v for k, v in scores.items()}
+        result |= scores if split == "dev" else {f"{split}_{k}": v for k, v in scores.items()}
         _write_lines(folder / f"predictions-{split}.jsonl", predictions)
     result["seconds"] = round(time.monotonic() - start, 2)
     shutil.rmtree(folder / "trainer", ignore_errors=True)

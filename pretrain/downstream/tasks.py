@@ -61,6 +61,7 @@ _TAG = Settings(lrs=(5e-5, 3e-5, 2e-5), epochs=4, batch=32)
 _MNLI_SPLITS = (
     ("train", ("train",)),
     ("dev", ("dev_matched", "validation_matched", "dev", "validation")),
+    ("mismatched", ("dev_mismatched", "validation_mismatched")),
     ("test", ("test_matched", "test")),
 )
 _WNUT_SPLITS = (
