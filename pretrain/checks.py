@@ -75,6 +75,11 @@ def check(recipe: Recipe, env: Mapping[str, str]) -> Plan:
             f"train.precision={recipe.train.precision} needs a GPU, and none is visible",
             "use train.precision=bf16 or fp32 on a CPU",
         )
+    if device == "cpu" and recipe.optimizer.implementation in ("deepspeed", "apex"):
+        raise UserError(
+            f"optimizer.implementation={recipe.optimizer.implementation} runs on a GPU only",
+            "use optimizer.implementation=lambert on a CPU",
+        )
     shards = _open_all(recipe)
     first = next(iter(shards.values()))
     model = _check_model(recipe, first, shards)
@@ -96,7 +101,7 @@ def check(recipe: Recipe, env: Mapping[str, str]) -> Plan:
     if plan.finished:
         return plan
     plan.micro_batch_tokens = _micro_batch(recipe, plan, cards)
-    if device == "cuda":
+    if device == "cuda" or recipe.optimizer.implementation == "deepspeed":
         _check_compiler(recipe)
     _check_disk(recipe, plan)
     return plan
@@ -209,7 +214,8 @@ _APEX = "build NVIDIA apex with its CUDA extensions, or use optimizer.implementa
 def _open_all(recipe: Recipe) -> dict[str, Shards]:
     opened: dict[str, Shards] = {}
     for phase in recipe.phases:
-        folder = Path(recipe.work_dir) / "shards" / phase.shards
+        root = Path(recipe.train.shards_dir or f"{recipe.work_dir}/shards")
+        folder = root / phase.shards
         if not folder.is_dir():
             raise UserError(
                 f"{folder}: no shards", "build them first: python -m data_prep build RECIPE"
@@ -381,12 +387,12 @@ def _micro_batch(recipe: Recipe, plan: Plan, cards: list[int]) -> int:
 
 
 def _check_compiler(recipe: Recipe) -> None:
-    needs = recipe.train.compile or recipe.train.kernels == "auto"
+    needs = recipe.train.kernels == "auto" or recipe.optimizer.implementation == "deepspeed"
     found = os.environ.get("CC") or any(shutil.which(name) for name in ("cc", "gcc", "clang"))
     if needs and not found:
         raise UserError(
             "no C compiler (cc, gcc or clang) on this machine, and the GPU kernels are compiled at the start",
-            "install gcc, or set train.compile=false train.kernels=plain",
+            "install gcc, or set train.kernels=plain (and optimizer.implementation=lambert)",
         )
 
 

@@ -138,3 +138,27 @@ def test_a_gradient_that_is_not_finite_changes_nothing(bad):
     assert torch.equal(shard.master, before)
     assert not shard.exp_avg.any()
     assert not lamb.step(flatten(shard, {"x.weight": grad.nan_to_num(1.0, 1.0)}), 0.1).skipped
+
+
+def test_the_reference_as_the_trainers_optimiser_is_the_same():
+    """optimizer.implementation=reference on the lean engine, fp32 and with scaled gradients."""
+    from configs.schema import Recipe
+    from pretrain.engine import LeanEngine
+    from pretrain.model import build
+    from tests.trainer.batches import pack, random_rows, tiny_config
+
+    config = tiny_config()
+    weights = []
+    for name in ("lambert", "reference"):
+        model, pieces = build(config, seed=1)
+        recipe = Recipe(optimizer=OptimizerConfig(implementation=name))
+        recipe.train.precision = "fp32"
+        engine = LeanEngine(recipe, model, pieces, SINGLE, plain, torch.device("cpu"))
+        for step in range(4):
+            micro = pack(random_rows(6, config, seed=step))
+            engine.backward(engine.model(micro).mlm_sum / micro.masked, last=True)
+            update = engine.step(0.01)
+            assert update.ratios is not None
+            assert len(update.ratios) == len(pieces)
+        weights.append(engine.weights.clone())
+    assert (weights[0] - weights[1]).norm() / weights[0].norm() < 1e-5
