@@ -26,12 +26,13 @@ _PRODUCED = re.compile(
     r"|Proofread|HTML version|Transcriber'?’?s? notes?:?\b)",
     re.I,
 )
-_GAP = re.compile(r"\n[ \t]*(?:\n[ \t]*)+")
+_GAP = re.compile(r"(\n[ \t]*(?:\n[ \t]*)+)")
 _PICTURE = re.compile(
     r"\[(?:Illustration|Picture|Frontispiece|Map|Music|Blank Page)\b[^\]]*\]", re.I
 )
+_JPEG = re.compile(r"\{[^{}]*\.(?:jpg|jpeg|png|gif)[^{}]*\}", re.I)
 _NOTE_MARK = re.compile(r"\[(?:\d{1,4}|[a-zA-Z*†])\]|\{\d{1,4}\}")
-_UNDERSCORE = re.compile(r"(?<![^\W_])_|_(?![^\W_])")
+_COLUMNS = re.compile(r"\S {3,}\S")
 _NUMBER = r"(?:[IVXLC]+|\d+|(?:the )?(?:first|second|third|fourth|fifth|sixth|last)|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve)"
 _PART_NAME = (
     r"(?:chapter|chap\.|book|part|volume|vol\.|letter|section|act|scene|canto|stave|lecture|essay"
@@ -43,6 +44,8 @@ _CHAPTER = re.compile(
     r"|(?:prologue|epilogue|preface|introduction|conclusion|foreword|afterword|appendix)[.:]?)\Z",
     re.I,
 )
+_SYNOPSIS = re.compile(rf"{_PART_NAME}\s+{_NUMBER}\b", re.I)
+SHORTEST_CHAPTER = 12  # paragraphs before a title in capitals counts as a chapter's start
 _CONTENTS = re.compile(
     r"(?:table of )?contents[.:]?(?:\s|\Z)|(?:list of )?illustrations[.:]?\Z", re.I
 )
@@ -80,10 +83,13 @@ def chapters(text: str) -> Iterator[list[str]]:
         text = _PICTURE.sub("", text)
     in_contents = False
     chapter: list[str] = []
+    gap = 0
     for block in _GAP.split(text):
-        block = block.strip()
-        if not block:
+        stripped = block.strip()
+        if not stripped:
+            gap = max(gap, block.count("\n"))
             continue
+        block, far, gap = stripped, gap >= 3, 0
         if _CONTENTS.match(block) and len(block) < 4000:
             in_contents = True
             continue
@@ -96,15 +102,21 @@ def chapters(text: str) -> Iterator[list[str]]:
         if in_contents and _is_list(block):
             continue
         if short and _is_heading(block):
+            # A story's title: in capitals, after a wide gap, when there has been a chapter's text.
+            if far and len(chapter) >= SHORTEST_CHAPTER and block.upper() == block:
+                yield chapter
+                chapter = []
+            continue
+        if block.count(".--") > 1 and _SYNOPSIS.match(block):
             continue
         in_contents = False
-        if not any(map(str.isalpha, block[:200])):
+        if not any(map(str.isalpha, block[:200])) or _is_table(block):
             continue  # * * * and page numbers
-        joined = " ".join(block.split())
-        if "_" in joined:
-            joined = _UNDERSCORE.sub("", joined)
+        joined = " ".join(block.split()).replace("_", "")
         if "[" in joined or "{" in joined:
-            joined = _NOTE_MARK.sub("", joined)
+            joined = _NOTE_MARK.sub("", _JPEG.sub("", joined)).strip()
+            if not joined or joined.lower().startswith("[footnote"):
+                continue
         chapter.append(joined)
     if chapter:
         yield chapter
@@ -112,9 +124,19 @@ def chapters(text: str) -> Iterator[list[str]]:
 
 def _is_heading(block: str) -> bool:
     if block.upper() == block and any(map(str.isalpha, block)):
+        if block[-1] not in _CLOSERS:
+            return block[-1] not in "!?"
         # Shouting inside a dialogue ends in a mark and has one line: "STOP!" she cried is mixed case.
-        return block[-1] not in "!?\"”’'"
+        return block.rstrip(_CLOSERS)[-1:] not in (".", "!", "?", "-", "—", ",")
     return len(block) < 80 and "\n" not in block and not _ENDS.search(block)
+
+
+def _is_table(block: str) -> bool:
+    """Most lines have columns: wide gaps inside."""
+    if "   " not in block:
+        return False
+    lines = block.split("\n")
+    return sum(bool(_COLUMNS.search(line.strip())) for line in lines) * 2 > len(lines)
 
 
 def _is_list(block: str) -> bool:
