@@ -7,6 +7,7 @@ recipe over the same text, and no worker needs to know of another.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import cache
@@ -84,27 +85,36 @@ class _Batch:
         self.sentences: list[str] = []
         self.counts: list[int] = []  # sentences of each waiting document
         self.hashes: list[bytes] = []
+        self.families: list[bytes] = []
         self.characters = self.bytes = 0
         self.tokens: list[np.ndarray] = []
         self.sentence_tokens: list[np.ndarray] = []
         self.document_sentences: list[np.ndarray] = []
         self.document_hashes: list[bytes] = []
+        self.document_families: list[bytes] = []
         self.dropped: Counter[str] = Counter()
         self.unknowns: Counter[str] = Counter()
         self.unknown_tokens = 0
         self.looked_at = 0
 
     def add(self, document: Document) -> None:
-        text = "\n".join(document.paragraphs).encode("utf-8", "surrogatepass")
+        digest = blake2b(digest_size=16)
+        size = 0
+        for paragraph in document.paragraphs:
+            data = paragraph.encode("utf-8", "surrogatepass")
+            digest.update(data)
+            digest.update(b"\n")
+            size += len(data)
         before = len(self.sentences)
         if document.presplit:
             self.sentences += document.paragraphs
         else:
             self.sentences += self.splitter.split_many(document.paragraphs)
         self.counts.append(len(self.sentences) - before)
-        self.hashes.append(blake2b(text, digest_size=16).digest())
-        self.bytes += len(text)
-        self.characters += len(text)
+        self.hashes.append(digest.digest())
+        self.families.append(family(document.id))
+        self.bytes += size
+        self.characters += size
         if self.characters >= BATCH_CHARACTERS:
             self.flush()
 
@@ -123,7 +133,9 @@ class _Batch:
         self.sentence_tokens.append(lengths[whole].astype(np.int32))
         self.document_sentences.append(kept[kept > 0].astype(np.int32))
         self.document_hashes += [h for h, k in zip(self.hashes, kept) if k]
-        self.sentences, self.counts, self.hashes, self.characters = [], [], [], 0
+        self.document_families += [f for f, k in zip(self.families, kept) if k]
+        self.sentences, self.counts, self.characters = [], [], 0
+        self.hashes, self.families = [], []
 
     def _look_at_unknowns(self, values: np.ndarray, offsets: np.ndarray) -> None:
         places = np.flatnonzero(values == self.tokenizer.special_ids["unk"])
@@ -133,6 +145,13 @@ class _Batch:
             chosen = found[: UNKNOWN_SENTENCES - self.looked_at]
             self.looked_at += len(chosen)
             self.unknowns.update(unknown_words(self.tokenizer, [self.sentences[i] for i in chosen]))
+
+
+def family(name: str) -> bytes:
+    """8 bytes that are the same for pieces (`file@start#number`) of one file, one after another."""
+    stem, mark, _ = name.rpartition("#")
+    whole = re.sub(r"@\d+$", "", stem) if mark else name
+    return blake2b(whole.encode("utf-8", "surrogatepass"), digest_size=8).digest()
 
 
 def unknown_words(tokenizer: Tokenizer, sentences: list[str]) -> list[str]:
@@ -149,8 +168,8 @@ def unknown_words(tokenizer: Tokenizer, sentences: list[str]) -> list[str]:
 def tokenise_unit(context: Context, unit: Unit) -> dict[str, Any]:
     """Reads, splits and tokenises one unit; returns its counts.
 
-    The file holds tokens, tokens of each sentence, sentences and tokens of each document, and each
-    document's hash as two uint64.
+    The file holds tokens, tokens of each sentence, sentences and tokens of each document, each
+    document's hash as two uint64, and one of what it is a piece of.
     """
     path = context.unit_file(unit.number)
     if is_whole(path):
@@ -184,6 +203,7 @@ def tokenise_unit(context: Context, unit: Unit) -> dict[str, Any]:
         "document_sentences": documents,
         "document_tokens": per_document,
         "hashes": hashes,
+        "families": np.frombuffer(b"".join(batch.document_families), "<u8"),
     }
     save_arrays(path, arrays, meta)
     return meta

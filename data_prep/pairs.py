@@ -33,6 +33,7 @@ class Pool:
     ends: list[int]  # [S + 1] running token counts: sentence s is tokens[ends[s]:ends[s + 1]]
     documents: list[tuple[int, int]]  # sentence range [first, last) of each document
     content: list[int]  # equal numbers: documents with the same text
+    follows: list[bool]  # whether a document goes on with the text of the one before it
 
 
 class Plan:
@@ -124,18 +125,21 @@ def _nsp(pool: Pool, document: int, rng: Random, room: int, target: int, plan: P
 
 
 def _another(pool: Pool, document: int, rng: Random) -> int | None:
-    """A document with another text, uniformly; None if there is none."""
+    """A document with another text, uniformly; None if there is none.
+
+    Neither a copy of the document (duplicates kept on purpose) nor, where a book is cut into
+    windows or chapters, the one that goes on where it ends: its start would truly follow.
+    """
     total, content = len(pool.documents), pool.content
     if total < 2:
         return None
     other = int(rng.random() * (total - 1))
     other += other >= document
     mine = content[document]
-    if content[other] != mine:
-        return other
-    for step in range(1, total):  # copies of one text (duplicates kept on purpose): take the next
+    for step in range(total):
         candidate = (other + step) % total
-        if content[candidate] != mine:
+        goes_on = candidate == document + 1 and pool.follows[candidate]
+        if content[candidate] != mine and not goes_on:
             return candidate
     return None
 

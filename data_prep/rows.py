@@ -136,8 +136,9 @@ def _load_pool(context: SetContext, group: Group) -> tuple[Pool, np.ndarray, lis
     """The group's chosen documents, side by side; copies wanted of each; a name for its draws."""
     tokens: list[np.ndarray] = []
     sentences: list[np.ndarray] = []
-    documents, hashes, copies = [], [], []
+    documents, hashes, copies, places = [], [], [], []
     names: list[str] = []
+    reached_end = False
     for unit in group.units:
         arrays, _ = load_arrays(context.documents.unit_file(unit))
         selection = select(context.documents, unit, context.shards.dupe_factor)
@@ -151,14 +152,25 @@ def _load_pool(context: SetContext, group: Group) -> tuple[Pool, np.ndarray, lis
         documents.append(arrays["document_sentences"][chosen])
         hashes.append(arrays["hashes"][chosen])
         copies.append(selection.copies[chosen])
+        # Pieces of one file that follow each other have one family and numbers in a row; the last
+        # of a unit is followed by the first of the next.
+        end = len(selection.copies) - 1
+        follows = np.zeros(len(chosen), bool)
+        follows[1:] = np.diff(chosen) == 1
+        follows[:1] = reached_end & (chosen[:1] == 0)
+        reached_end = bool(len(chosen) and chosen[-1] == end)
+        places.append((arrays["families"][chosen], follows))
         names += [f"{unit}/{number}" for number in chosen.tolist()]
     bounds = offsets_of(np.concatenate(documents)).tolist()
+    families, follows = (np.concatenate(part) for part in zip(*places))
+    follows[1:] &= families[1:] == families[:-1]
     _, content = np.unique(np.concatenate(hashes), axis=0, return_inverse=True)
     pool = Pool(
         np.concatenate(tokens),
         offsets_of(np.concatenate(sentences)).tolist(),
         list(zip(bounds[:-1], bounds[1:])),
         content.reshape(-1).tolist(),
+        follows.tolist(),
     )
     return pool, np.concatenate(copies), names
 

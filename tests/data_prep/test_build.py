@@ -10,6 +10,7 @@ import pytest
 
 import data_prep.arrays
 import data_prep.pipeline
+import data_prep.rows
 import data_prep.shard_writer
 import data_prep.sources.base
 from configs import UserError
@@ -231,6 +232,26 @@ def test_b09_single_documents_of_several_units_are_pooled(
     recipe = recipe_file(tmp_path, tmp_path / "a")
     index = read_index(build(recipe, both, "prep.held_out=0") / "len64")
     assert min(index["labels"]) >= 4
+
+
+def test_b09_windows_know_what_follows_them(tmp_path: Path, small_units: None) -> None:
+    """Windows of a file, one file after another; nothing follows the last window of a file."""
+    text = write_texts(tmp_path / "text", files=4, sentences=60)
+    seen: list[list[bool]] = []
+    original = data_prep.rows._load_pool
+
+    def load(*arguments: object) -> object:
+        pool, copies, names = original(*arguments)  # type: ignore[arg-type]
+        seen.append(pool.follows)
+        return pool, copies, names
+
+    source = f"sources=[{{kind: text, path: {text}, document: window, window_sentences: 5}}]"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data_prep.rows, "_load_pool", load)
+        index = read_index(build(recipe_file(tmp_path, text), source, "prep.held_out=0") / "len64")
+    follows = [f for pool in seen for f in pool]
+    assert len(follows) == index["sources"][0]["documents"]
+    assert follows.count(False) == 4  # the first window of each file, wherever units are cut
 
 
 def test_b15_mask_cap(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,15 +16,17 @@ CLS, SEP, FIRST = 1, 2, 10
 Corpus = list[list[int]]  # sentence lengths of each document
 
 
-def pool_of(corpus: Corpus, content: list[int] | None = None) -> Pool:
+def pool_of(
+    corpus: Corpus, content: list[int] | None = None, follows: list[bool] | None = None
+) -> Pool:
     """Every token has an id of its own, so that a row tells where each of its tokens came from."""
     lengths = [n for document in corpus for n in document]
     ends = np.concatenate([[0], np.cumsum(lengths)]).astype(int).tolist()
     bounds = np.concatenate([[0], np.cumsum([len(d) for d in corpus])]).astype(int).tolist()
     tokens = np.arange(FIRST, FIRST + ends[-1], dtype=np.int32)
-    return Pool(
-        tokens, ends, list(zip(bounds[:-1], bounds[1:])), content or list(range(len(corpus)))
-    )
+    documents = list(zip(bounds[:-1], bounds[1:]))
+    numbers = content or list(range(len(corpus)))
+    return Pool(tokens, ends, documents, numbers, follows or [False] * len(corpus))
 
 
 def rows_of(
@@ -34,9 +36,10 @@ def rows_of(
     short: float = 0.1,
     seed: int = 0,
     content: list[int] | None = None,
+    follows: list[bool] | None = None,
 ) -> tuple[list[tuple[list[int], int, int]], Plan, Pool]:
     """(tokens, segment_b, label) of every row."""
-    pool, plan = pool_of(corpus, content), Plan()
+    pool, plan = pool_of(corpus, content, follows), Plan()
     draws = lambda document: Random(f"{seed}/{document}")  # noqa: E731
     plan_rows(pool, list(range(len(corpus))), draws, objective, max_length, short, plan)
     rows = assemble(pool.tokens, plan, np.arange(len(plan)), CLS, SEP, objective in ("nsp", "sop"))
@@ -171,6 +174,23 @@ def test_b09_copies_of_one_text_are_one_document() -> None:
     only_copies, plan, _ = rows_of([[5] * 20] * 3, "nsp", 40, content=[0, 0, 0])
     assert all(label == 0 for *_, label in only_copies)
     assert plan.counts["random B wanted, no other document"] > 0
+
+
+def test_b09_the_next_window_of_a_book_is_no_random_b() -> None:
+    """Where a book is cut into windows, the next window truly follows: it is never drawn as random."""
+    book, other = [[9] * 30 for _ in range(5)], [[9] * 30]
+    follows = [False, True, True, True, True, False]
+    seen = set()
+    for seed in range(30):
+        rows, _, pool = rows_of(book + other, "nsp", 64, seed=seed, follows=follows)
+        for tokens, b, label in rows:
+            if label == 1:
+                pair = (document_of(pool, tokens[1]), document_of(pool, tokens[b]))
+                assert pair[1] != pair[0] + 1 or pair[1] == 5
+                seen.add(pair)
+    assert (0, 2) in seen and (1, 0) in seen and (4, 5) in seen
+    alone, plan, _ = rows_of([[9] * 30] * 2, "nsp", 64, follows=[False, True], content=[0, 1])
+    assert plan.counts["random B wanted, no other document"] > 0 and len(alone) > 4
 
 
 @pytest.mark.parametrize("seed", range(20))
