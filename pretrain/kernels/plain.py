@@ -83,7 +83,7 @@ def attention(
 
     Args:
         qkv: [T, 3, heads, d] of this rank's heads.
-        bias: [3, heads, d], which qkv includes already but detached: its gradient, the sum of
+        bias: [3 * heads * d], which qkv includes already but detached: its gradient, the sum of
             qkv's over the tokens, is collected here. (The fused kernel has it at hand, while on
             its own it is one more pass over memory.) That of the key's is zero in exact
             arithmetic and may be returned as zero.
@@ -94,7 +94,7 @@ def attention(
         [T, heads * d]
     """
     if bias is not None:
-        qkv = qkv + (bias - bias.detach())
+        qkv = qkv + (bias - bias.detach()).view(3, *qkv.shape[2:])
     tokens, _, heads, width = qkv.shape
     lengths = cu_seqlens.diff().long()
     rows, device = len(lengths), qkv.device
@@ -150,9 +150,10 @@ class _VocabularyLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, _: Tensor):
         probabilities, index, mine, weights = ctx.saved_tensors
-        one_hot = mine.to(probabilities.dtype)[:, None]
-        grad = probabilities.scatter_add(1, index, -one_hot)
-        grad *= (grad_loss * weights)[:, None]
+        scale = grad_loss * weights
+        grad = probabilities * scale[:, None]
+        # One element a row: a scatter over [M, V] would copy it once more.
+        grad[torch.arange(len(index), device=grad.device), index[:, 0]] -= scale * mine
         return grad.to(ctx.dtype), None, None, None, None
 
 
