@@ -287,3 +287,50 @@ def test_minilm_real_weights_keep_their_bytes(tmp_path: Path, minilm: Path) -> N
         for hidden in (ours, theirs):
             assert (hidden - wanted).abs().max() < 1e-5
             assert (hidden.mean(0) - wanted.mean(0)).abs().max() < 1e-5
+
+
+def test_training_goes_on_from_an_imported_model(
+    tmp_path: Path, hf_folder: Path, repo: Path
+) -> None:
+    """The trainer's held-out loss before its first update is that of the imported model."""
+    import os
+    import subprocess
+    import sys
+
+    from data_prep.shards import held_out
+    from pretrain.evaluate import evaluate
+    from tests.synthetic import make_shards
+
+    run = import_model(hf_folder, tmp_path / "run")
+    shards = make_shards(tmp_path / "new/shards/len128", rows=40, max_length=24, vocab_size=27)
+    shutil.copyfile(run / "vocab/tokenizer.json", shards / "tokenizer.json")
+    shutil.copytree(run / "vocab", tmp_path / "new/vocab")
+    recipe = {
+        "work_dir": str(tmp_path / "new"),
+        "shards": {"len128": {"max_length": 24}},
+        "model": {
+            "hidden_size": 16,
+            "num_layers": 2,
+            "num_heads": 4,
+            "intermediate_size": 32,
+            "max_position_embeddings": 32,
+        },
+        "parallel": {"micro_batch_tokens": 512},
+        "phases": [{"steps": 2, "global_batch": 8}],
+        "train": {"precision": "fp32"},
+        "checkpoint": {"every": 0, "init_from": str(run)},
+    }
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
+    done = subprocess.run(
+        [sys.executable, "-m", "pretrain", "train", str(tmp_path / "recipe.yaml")],
+        cwd=repo,
+        env={**os.environ, "DS_ACCELERATOR": "cpu"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [json.loads(x) for x in (tmp_path / "new/train/log.jsonl").read_text().splitlines()]
+    first = next(line for line in lines if line["kind"] == "eval")
+    assert first["step"] == 0
+    wanted = evaluate(run, held_out(shards))["mlm_loss"]
+    assert first["mlm_loss"] == pytest.approx(wanted, abs=1e-5)
