@@ -95,6 +95,14 @@ class Source:
         """Content hash of each file."""
         return hash_files(paths)
 
+    def id_of(self, piece: Piece) -> str:
+        """How documents of a piece are called: the file below the source's folder, and its start."""
+        path = Path(piece.path)
+        root = Path(self.config.path).expanduser()
+        name = path.relative_to(root).as_posix() if path.is_relative_to(root) else path.name
+        shown = name if name != "." else path.name
+        return f"{self.name}/{shown}" + (f"@{piece.start}" if piece.start else "")
+
     def files(self) -> list[Path]:
         """Input files in a fixed order; raises UserError when there are none."""
         return find_files(self.config, self.suffixes, self.looks_like)

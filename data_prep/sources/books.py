@@ -33,14 +33,14 @@ _PICTURE = re.compile(
 _JPEG = re.compile(r"\{[^{}]*\.(?:jpg|jpeg|png|gif)[^{}]*\}", re.I)
 _NOTE_MARK = re.compile(r"\[(?:\d{1,4}|[a-zA-Z*†])\]|\{\d{1,4}\}")
 _COLUMNS = re.compile(r"\S {3,}\S")
-_NUMBER = r"(?:[IVXLC]+|\d+|(?:the )?(?:first|second|third|fourth|fifth|sixth|last)|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve)"
+_NUMBER = r"(?:(?-i:[IVXLC]+)|\d+|(?:the )?(?:first|second|third|fourth|fifth|sixth|last)|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve)"
 _PART_NAME = (
     r"(?:chapter|chap\.|book|part|volume|vol\.|letter|section|act|scene|canto|stave|lecture|essay"
     r"|kapitel|teil|chapitre|livre|cap[ií]tulo|capitolo|hoofdstuk)"
 )
 _CHAPTER = re.compile(
     rf"(?:{_PART_NAME}\s+{_NUMBER}\b[^\n]{{0,120}}|{_PART_NAME}\s+the\s+\w+\W*[^\n]{{0,80}}"
-    rf"|{_NUMBER}[.:]?|[IVXLC]+\.[ \t]+[^\n]{{1,80}}"
+    rf"|{_NUMBER}[.:]?|(?-i:[IVXLC]+\.[ \t]+[A-Z\"'“‘])[^\n]{{1,80}}"
     r"|(?:prologue|epilogue|preface|introduction|conclusion|foreword|afterword|appendix)[.:]?)\Z",
     re.I,
 )
@@ -84,17 +84,21 @@ def chapters(text: str) -> Iterator[list[str]]:
     in_contents = False
     chapter: list[str] = []
     gap = 0
+    numbered = False
     for block in _GAP.split(text):
         stripped = block.strip()
         if not stripped:
             gap = max(gap, block.count("\n"))
             continue
         block, far, gap = stripped, gap >= 3, 0
+        if len(block) < 200 and "[" in block:
+            block = _NOTE_MARK.sub("", block).strip()
         if _CONTENTS.match(block) and len(block) < 4000:
             in_contents = True
             continue
         short = len(block) < 200
         if short and _CHAPTER.match(block):
+            numbered = numbered or not in_contents
             if chapter and not in_contents:
                 yield chapter
                 chapter = []
@@ -102,8 +106,9 @@ def chapters(text: str) -> Iterator[list[str]]:
         if in_contents and _is_list(block):
             continue
         if short and _is_heading(block):
-            # A story's title: in capitals, after a wide gap, when there has been a chapter's text.
-            if far and len(chapter) >= SHORTEST_CHAPTER and block.upper() == block:
+            # A story's title in a book without numbered chapters: in capitals, after a wide gap.
+            titled = far and not numbered and block.upper() == block
+            if titled and len(chapter) >= SHORTEST_CHAPTER:
                 yield chapter
                 chapter = []
             continue
@@ -157,7 +162,7 @@ class BooksSource(Source):
 
     def documents(self, unit: Range, dropped: Counter[str]) -> Iterator[Document]:
         for piece in unit.pieces:
-            name = f"{self.name}/{piece.path.rsplit('/', 1)[-1]}"
+            name = self.id_of(piece)
             found = False
             for document in book_documents(
                 decode(read_all(piece.path)),

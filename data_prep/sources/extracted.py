@@ -18,9 +18,9 @@ from data_prep.sources.base import (
     cut_bytes,
     group_files,
 )
+from data_prep.sources.prose import without_titles
 from data_prep.sources.streams import blocks_between, can_cut, chunks_of, decode, lines_of
 
-_HEADER = re.compile(r"([^>]*)>")
 _ATTRIBUTE = re.compile(r'(\w+)="(.*?)"(?=\s+\w+=|\s*$)')
 
 
@@ -57,9 +57,8 @@ class ExtractedSource(Source):
                 lines = text.strip().split("\n")
                 if lines and lines[0].strip() == title.strip():
                     lines = lines[1:]
-                paragraphs = [
-                    line for line in map(str.strip, lines) if line and not _is_heading(line)
-                ]
+                lines = [" ".join(line.split()) for line in lines]
+                paragraphs = without_titles([line for line in lines if line])
                 if paragraphs:
                     yield Document(f"{self.name}/{key}/{title}", paragraphs)
                 else:
@@ -85,8 +84,3 @@ class ExtractedSource(Source):
                         f"{piece.path}: a line is not JSON with a `text`: {line[:60]!r}",
                         "it may be cut off",
                     ) from error
-
-
-def _is_heading(line: str) -> bool:
-    """Section titles stay in the text as a short line with a full stop ("History.") or as == x ==."""
-    return line.startswith("==") or (len(line) < 60 and line.count(" ") < 6 and line[-1] == ".")

@@ -79,7 +79,7 @@ class HubSource(Source):
     def documents(self, unit: Range, dropped: Counter[str]) -> Iterator[Document]:
         cut, sentences = self.config.document, self.config.window_sentences
         for piece in unit.pieces:
-            name = f"{self.name}/{piece.path.rsplit('/', 1)[-1]}@{piece.start}"
+            name = self.id_of(piece)
             texts = self._rows(piece)
             if cut == "rows":
                 yield from _windows_of_rows(texts, sentences, name)

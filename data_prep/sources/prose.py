@@ -6,6 +6,9 @@ import re
 
 _ENDS = re.compile(r"[.!?:;,…。！？؟।—-][\"'”’»)\]]*\Z")
 
+_TITLE = re.compile(r"[A-Z]\w*(?: \w+){0,2}\.")
+LONGEST_TITLE = 60  # characters of a line that may be a title
+
 
 def is_wrapped(text: str) -> bool:
     """Whether lines were broken at a column, so that they must be joined."""
@@ -23,6 +26,15 @@ def paragraphs_of(text: str) -> list[str]:
         return [paragraph for chapter in chapters(text) for paragraph in chapter]
     lines = [" ".join(line.split()) for line in text.split("\n")]
     lines = [line for line in lines if line]
-    if len(lines) < 2:
-        return lines
-    return [line for line in lines if len(line) >= 80 or _ENDS.search(line)]
+    return without_titles(lines) if len(lines) > 1 else lines
+
+
+def without_titles(lines: list[str]) -> list[str]:
+    """Lines that are no section titles: long ones, and those with a sentence's end that are more
+    than "History." (older WikiExtractors put a full stop behind a title)."""
+    return [
+        line
+        for line in lines
+        if len(line) >= LONGEST_TITLE
+        or (_ENDS.search(line) and not line.startswith("==") and not _TITLE.fullmatch(line))
+    ]

@@ -98,7 +98,7 @@ class SentencesSource(LineSource):
 
     def documents(self, unit: Range, dropped: Counter[str]) -> Iterator[Document]:
         for piece in unit.pieces:
-            name = f"{self.name}/{piece.path.rsplit('/', 1)[-1]}@{piece.start}"
+            name = self.id_of(piece)
             groups = groups_of_lines(piece)
             if self.config.document in ("window", "rows"):
                 yield from windows(groups, self.config.window_sentences, True, name)
@@ -131,10 +131,9 @@ class TextSource(LineSource):
 
     def documents(self, unit: Range, dropped: Counter[str]) -> Iterator[Document]:
         for piece in unit.pieces:
-            name = f"{self.name}/{piece.path.rsplit('/', 1)[-1]}"
+            name = self.id_of(piece)
             paragraphs = ([" ".join(lines)] for lines in groups_of_lines(piece))
             if self.config.document == "window":
-                name = f"{name}@{piece.start}"
                 yield from windows(paragraphs, self.config.window_sentences, False, name)
                 continue
             whole = [text for part in paragraphs for text in part]

@@ -1,0 +1,256 @@
+"""Plain text, sentences a line, books and WikiExtractor output."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import lzma
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from configs import UserError
+from configs.schema import SourceConfig
+from data_prep.sources import Document, open_source, text
+from data_prep.sources.base import Piece
+from data_prep.sources.books import chapters, strip_gutenberg
+from data_prep.sources.text import groups_of_lines
+
+PACK = {
+    "": lambda data: data,
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": lambda data: zstandard.ZstdCompressor().compress(data),
+}
+
+
+def read(kind: str, path: Path, **keys: Any) -> tuple[list[Document], Counter[str]]:
+    source = open_source(SourceConfig(kind=kind, path=str(path), **keys))
+    dropped: Counter[str] = Counter()
+    return [d for u in source.ranges() for d in source.documents(u, dropped)], dropped
+
+
+def test_b03_only_lf_ends_a_row(tmp_path) -> None:
+    data = "one\u2028two\u0085three\vfour\ffive\x1csix\r\nseven\n".encode()
+    for packed, pack in PACK.items():
+        file = tmp_path / f"rows.txt{packed}"
+        file.write_bytes(pack(data))
+        documents, _ = read("sentences", file)
+        assert [d.paragraphs for d in documents] == [["one two three four five six", "seven"]]
+        assert documents[0].presplit
+
+
+def test_b03_in_rows_of_a_data_set(tmp_path) -> None:
+    (tmp_path / "a.txt").write_bytes("one\u2028two\u0085three\r\nfour\n".encode())
+    documents, _ = read("hub", tmp_path / "a.txt", document="rows")
+    assert [d.paragraphs for d in documents] == [["one two three", "four"]]
+
+
+def test_blank_lines_part_documents(tmp_path) -> None:
+    (tmp_path / "a.txt").write_bytes(
+        b"\xef\xbb\xbf\n\na one\r\na two\r\n \r\n\r\nb one\n\t\nc one\nc two"
+    )
+    documents, _ = read("sentences", tmp_path / "a.txt")
+    assert [d.paragraphs for d in documents] == [["a one", "a two"], ["b one"], ["c one", "c two"]]
+    assert len({d.id for d in documents}) == 3
+    windowed, _ = read("sentences", tmp_path / "a.txt", document="window", window_sentences=2)
+    assert [d.paragraphs for d in windowed] == [["a one", "a two"], ["b one", "c one"], ["c two"]]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    lines=st.lists(st.sampled_from(["", "x", "yy", "\r", "zzz"]), max_size=14),
+    step=st.integers(1, 9),
+)
+def test_any_cut_of_a_file_gives_each_group_once(tmp_path_factory, lines, step) -> None:
+    file = tmp_path_factory.mktemp("cut") / "a.txt"
+    file.write_text("\n".join(lines))
+    size = file.stat().st_size
+    whole = list(groups_of_lines(Piece(str(file))))
+    parts = [
+        group
+        for start in range(0, max(size, 1), step)
+        for group in groups_of_lines(Piece(str(file), start, min(start + step, size)))
+    ]
+    assert parts == whole
+
+
+def test_text_files_and_windows(tmp_path, monkeypatch) -> None:
+    paragraphs = [f"Sentence {n} a. Sentence {n} b.\nIt goes on." for n in range(60)]
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep/a.txt").write_text("\n\n".join(paragraphs))
+    (tmp_path / "b.txt").write_bytes("caf\xe9 au lait.".encode("latin-1"))
+    documents, _ = read("text", tmp_path, name="t")
+    assert {d.id: len(d.paragraphs) for d in documents} == {"t/b.txt": 1, "t/deep/a.txt": 60}
+    assert documents[0].paragraphs == ["café au lait."]
+    assert documents[1].paragraphs[0] == "Sentence 0 a. Sentence 0 b. It goes on."
+    monkeypatch.setattr(text, "RANGE_BYTES", 700)
+    windowed, _ = read("text", tmp_path, document="window", window_sentences=9)
+    joined = [p for d in windowed for p in d.paragraphs]
+    assert sorted(joined) == sorted(p for d in documents for p in d.paragraphs)
+    assert max(len(d.paragraphs) for d in windowed) == 3
+    assert len({d.id for d in windowed}) == len(windowed)
+
+
+def test_a_document_too_large_for_memory_is_refused(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(text, "LARGEST_DOCUMENT", 1000)
+    (tmp_path / "big.txt").write_text("A line.\n" * 200)
+    with pytest.raises(UserError, match=r"big.txt[\s\S]*document: window"):
+        read("text", tmp_path)
+    with pytest.raises(UserError, match="chapter"):
+        read("text", tmp_path, document="chapter")
+
+
+def test_wrong_kinds_and_cuts_are_refused() -> None:
+    with pytest.raises(UserError, match=r"kind 'wiki'[\s\S]*wikipedia"):
+        open_source(SourceConfig(kind="wiki", path="x"))
+    with pytest.raises(UserError, match="document=page"):
+        open_source(SourceConfig(kind="books", path="x", document="page"))
+    with pytest.raises(UserError, match="no path"):
+        open_source(SourceConfig(kind="books")).ranges()
+
+
+LINE = "It was the best of times, it was the worst of times, it was the age of\nwisdom, it was the age of _foolishness_"
+GUTENBERG = f"""The Project Gutenberg EBook of A Book, by Nobody
+
+Title: A Book
+
+*** START OF THIS PROJECT GUTENBERG EBOOK A LONG
+TITLE OVER TWO LINES ***
+
+
+
+
+Produced by Some Volunteers and the Online
+Distributed Proofreading Team
+
+A BOOK
+
+by
+
+Nobody
+
+CONTENTS
+
+I. The First Part          1
+II. The Second Part       22
+
+[Illustration: A house
+in the fog]
+
+CHAPTER I.--THE FIRST PART
+
+{LINE}.
+
+"Stop!" she cried.[1]
+
+       *       *       *       *       *
+
+{LINE};
+and so on.
+
+CHAPTER II
+
+{LINE}.
+
+[Footnote 1: Not really.]
+
+
+
+
+End of the Project Gutenberg EBook of A Book, by Nobody
+
+*** END OF THIS PROJECT GUTENBERG EBOOK A BOOK ***
+
+***** This file should be named 1-0.txt *****
+Gutenberg licence, very long.
+"""
+CLEAN = " ".join(LINE.split()).replace("_", "")
+
+
+@pytest.mark.parametrize("ends", ["\n", "\r\n"])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "latin-1", "utf-16"])
+def test_a_gutenberg_book(tmp_path, ends, encoding) -> None:
+    data = (
+        GUTENBERG.replace("fog", "fôg").replace("best", "bést").replace("\n", ends).encode(encoding)
+    )
+    for packed in ("", ".gz", ".zst"):
+        (tmp_path / f"1-0.txt{packed}").write_bytes(PACK[packed](data))
+    documents, _ = read("books", tmp_path, document="chapter")
+    best = CLEAN.replace("best", "bést")
+    one, two = [f"{best}.", '"Stop!" she cried.', f"{best}; and so on."], [f"{best}."]
+    assert [d.paragraphs for d in documents] == [one, two] * 3
+    whole, _ = read("books", tmp_path / "1-0.txt")
+    assert [d.paragraphs for d in whole] == [one + two]
+
+
+def test_old_headers_and_books_without_any() -> None:
+    text_ = (
+        "Header\n*END THE SMALL PRINT! FOR PUBLIC DOMAIN ETEXTS*Ver.04.29.93*END*\n\nThe text.\n"
+    )
+    assert strip_gutenberg(text_).strip() == "The text."
+    assert strip_gutenberg("Just text.\n") == "Just text.\n"
+
+
+def test_what_looks_like_a_heading_but_is_not() -> None:
+    kept = ['"NO!"', "I. was a letter to him.", "“I--”", "She said:", "Civil.", "He came[2]."]
+    assert next(chapters("\n\n".join(kept))) == [*kept[:-1], "He came."]
+
+
+def test_raw_gutenberg_files_equal_the_cleaned_ones(real_data) -> None:
+    """Header, licence and footer of four untouched files; the same books were cleaned by hand."""
+    for number, raw in (
+        ("00345", "345-8"),
+        ("00035", "35-0"),
+        ("04217", "4217-0"),
+        ("00084", "84-0"),
+    ):
+        ours, _ = read("books", real_data / f"books-raw/{raw}.txt.gz")
+        clean, _ = read("books", next((real_data / "books").glob(f"{number}_*")))
+        mine, theirs = (Counter(d[0].paragraphs) for d in (ours, clean))
+        shared = (mine & theirs).total()
+        assert shared >= 0.995 * max(mine.total(), theirs.total())
+        assert not [p for p in mine if "Gutenberg" in p or "*** " in p]
+
+
+def test_real_books_have_chapters_and_no_headings(real_data) -> None:
+    documents, _ = read("books", next((real_data / "books").glob("01400_*")), document="chapter")
+    assert len(documents) == 59  # Great Expectations
+    documents, _ = read("books", next((real_data / "books").glob("00011_*")), document="chapter")
+    assert len(documents) == 12  # Alice
+    for document in documents:
+        assert not [
+            p for p in document.paragraphs if p.lower().startswith(("chapter ", "contents"))
+        ]
+
+
+def test_extracted_articles_of_both_forms(tmp_path) -> None:
+    body = "Berlin & Bonn\n\nBerlin is a city in Germany.\nHistory.\n\nIt is &lt;old&gt;.\n\nSee also\n"
+    docs = f'<doc id="7" url="http://x?curid=7" title="Berlin &amp; Bonn">\n{body}</doc>\n<doc id="8" url="" title="E">\nE\n\n</doc>\n'
+    rows = "".join(json.dumps({"id": "7", "title": "Berlin & Bonn", "text": body.replace("&lt;", "<").replace("&gt;", ">")}) + "\n" for _ in (1,))  # fmt: skip
+    for name, data in (("wiki_00", docs), ("wiki_01.gz", docs), ("wiki_02.jsonl", rows)):
+        (tmp_path / name).write_bytes(
+            gzip.compress(data.encode()) if name.endswith("gz") else data.encode()
+        )
+        documents, dropped = read("extracted", tmp_path / name, name="w")
+        assert [(d.id, d.paragraphs) for d in documents] == [
+            ("w/7/Berlin & Bonn", ["Berlin is a city in Germany.", "It is <old>."])
+        ]
+        assert dropped["empty page"] == (0 if "jsonl" in name else 1)
+    (tmp_path / "other").write_text("nothing of the kind")
+    with pytest.raises(UserError, match=r"other: neither"):
+        read("extracted", tmp_path / "other")
+
+
+def test_real_extracted_articles(real_data) -> None:
+    documents, dropped = read("extracted", real_data / "wiki/extracted/doc-format")
+    assert len(documents) + dropped["empty page"] == 933
+    documents, _ = read("extracted", real_data / "wiki/extracted/wiki_00.jsonl.gz")
+    assert len(documents) == 35
