@@ -90,7 +90,7 @@ def training_bytes(
 def largest_micro_batch(
     config: ModelConfig, parallel: ParallelConfig, dp: int, precision: str, card_bytes: int
 ) -> int:
-    """Most tokens a micro-batch may have on this card, a multiple of 1024 up to 65536 (0: none)."""
+    """Most tokens a micro-batch may have on this card, a multiple of 128 up to 65536 (0: none)."""
     left = card_bytes - _CONTEXT - _FRAGMENTS * state_bytes(config, parallel, dp, precision)
     tokens = left / (_FRAGMENTS * activation_bytes_per_token(config, parallel, precision))
-    return max(0, min(65536, int(tokens) // 1024 * 1024))
+    return max(0, min(65536, int(tokens) // 128 * 128))

@@ -1,0 +1,85 @@
+"""`python -m tests.trainer.sabotage WHAT RECIPE key=value ...`: the train command with an accident.
+
+WHAT is kind:number[:rank], for this process if its RANK is `rank` (default: any):
+    update:7    kill -9 before update 7            save:2     kill -9 in the middle of the 2nd save
+    nan:7       the loss is NaN from update 7 on   nan:7-9    in updates 7 to 9
+    hang:7      the process stops doing anything before update 7
+    none:0      nothing happens
+fp16 runs on the CPU here, as if a GPU had been found.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+from configs.errors import run_cli
+
+
+def arm(what: str) -> None:
+    """Puts the accident in place; imports torch."""
+    import pretrain.checkpoint.writer as writer
+    import pretrain.micro as micro
+    from pretrain.trainer import Trainer
+
+    kind, numbers, *rank = what.split(":")
+    if rank and os.environ.get("RANK", "0") != rank[0]:
+        return
+    first, _, last = numbers.partition("-")
+    begin, end = int(first), int(last) if last else (10**9 if kind == "nan" else int(first))
+    update, write, call = Trainer.update, writer.write_boxes, micro.Micro.__call__
+    saves = 0
+
+    def kill() -> None:
+        sys.stdout.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def before_update(self: Trainer, *arguments: Any) -> None:
+        self.run.micro.armed = begin <= self.run.step + 1 <= end  # type: ignore[attr-defined]
+        if self.run.micro.armed and kind == "update":  # type: ignore[attr-defined]
+            kill()
+        if self.run.micro.armed and kind == "hang":  # type: ignore[attr-defined]
+            time.sleep(1000)
+        update(self, *arguments)
+
+    def half(path: Any, boxes: Any) -> Any:
+        nonlocal saves
+        saves += 1
+        if kind == "save" and saves == begin:
+            write(path, boxes[: len(boxes) // 2])
+            kill()
+        return write(path, boxes)
+
+    def spoiled(self: Any, *arguments: Any, **named: Any) -> Any:
+        if kind == "nan" and self.armed:
+            model = self.model
+            self.model = lambda m: type(out := model(m))(
+                *(x * float("nan") for x in out[:2]), *out[2:]
+            )
+            try:
+                return call(self, *arguments, **named)
+            finally:
+                self.model = model
+        return call(self, *arguments, **named)
+
+    Trainer.update = before_update  # type: ignore[method-assign]
+    writer.write_boxes = half
+    micro.Micro.__call__ = spoiled  # type: ignore[method-assign]
+
+
+def main() -> int | None:
+    from pretrain.train import main as train
+
+    if any(a.startswith("train.precision=fp16") for a in sys.argv):
+        import pretrain.checks as checks
+
+        checks._cards = lambda: [80 * 2**30]
+    arm(sys.argv[1])
+    return train(sys.argv[2:])
+
+
+if __name__ == "__main__":
+    run_cli(main)

@@ -1,0 +1,288 @@
+"""What cannot be trained is refused before torch is imported, naming the numbers."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from configs.errors import UserError
+from configs.loading import load_recipe
+from configs.memory import largest_micro_batch, training_bytes
+from configs.model import resolve_model
+from configs.schema import ModelConfig, ParallelConfig
+from pretrain import checks
+from pretrain.checkpoint import latest, save_logical
+from pretrain.checkpoint.folder import INDEX, folder_of, read_meta, write_json
+from tests.trainer.launch import REPO
+from tests.trainer.runs import environment, fresh, make_run
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("base") / "run")
+
+
+@pytest.fixture
+def run(base, tmp_path):
+    return fresh(base, tmp_path / "run")
+
+
+def plan(run, *overrides, world=1):
+    env = {"RANK": "0", "WORLD_SIZE": str(world), "LOCAL_RANK": "0"}
+    return checks.check(load_recipe(run / "recipe.yaml", overrides), env)
+
+
+REFUSED = [
+    (["parallel.tp=3"], 2, r"parallel.tp=3 does not divide the 2 processes"),
+    (["parallel.tp=8"], 8, r"model.num_heads=4 is not divisible by parallel.tp=8"),
+    (["model.num_heads=3"], 1, r"hidden_size=32 is not divisible by model.num_heads=3"),
+    (["parallel.tp=2", "model.intermediate_size=33"], 2, r"intermediate_size=33 is not divisible"),
+    (["parallel.zero_stage=3"], 2, r"zero_stage=3 would cut tensors that LAMB's trust ratios need"),
+    (["parallel.engine=lean", "parallel.zero_stage=2"], 2, r"lean has no zero_stage=2"),
+    (["parallel.engine=deepspeed", "parallel.zero_stage=0"], 2, r"zero_stage=0 would accumulate in low"),
+    (["parallel.engine=fast"], 1, r"parallel.engine=fast is not known"),
+    (["parallel.sequence_parallel=true"], 2, r"sequence_parallel=true has no meaning"),
+    (["phases.0.global_batch=3"], 4, r"global_batch=3 rows cannot be shared out over 4"),
+    (["phases.1.steps=0"], 1, r"phases.1.steps=0"),
+    (["phases.0.schedule.kind=step"], 1, r"phases.0.schedule.kind=step is not known"),
+    (["phases.0.schedule.warmup=100"], 1, r"warmup=100 does not fit into 24 steps"),
+    (["parallel.micro_batch_tokens=47"], 1, r"micro_batch_tokens=47 is below the 48 tokens"),
+    (["train.precision=fp16"], 1, r"train.precision=fp16 needs a GPU"),
+    (["train.precision=int8"], 1, r"train.precision=int8 is not known"),
+    (["model.vocab_size=100"], 1, r"model.vocab_size=100 is below the tokenizer's 203"),
+    (["model.max_position_embeddings=40"], 1, r"rows of up to 48 tokens"),
+    (["guard.save_signals=[SIGKILL]"], 1, r"SIGKILL cannot be caught"),
+    (["masking.probability=1.5"], 1, r"masking.probability"),
+    (["optimizer.implementation=deepspeed"], 1, r"FusedLamb corrects the bias after the trust ratio"),
+    (["optimizer.implementation=deepspeed", "optimizer.bias_correction=false"], 1, r"runs on a GPU only"),
+    (["optimizer.implementation=reference"], 2, r"takes each tensor's norm on one rank"),
+    (["optimizer.implementation=apex", "optimizer.trust_ratio_max=10"], 1, r"no limits of the trust ratio"),
+    (["optimizer.implementation=sgd"], 1, r"optimizer.implementation=sgd is not known"),
+    (["phases.0.shards=len512"], 1, r"phases.0.*len512 is not a set"),
+    (["checkpoint.init_from=/nowhere"], 1, r"/nowhere: no complete checkpoint"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("overrides", "world", "message"), REFUSED, ids=lambda x: str(x)[:50])
+def test_refused_by_name(overrides, world, message, run):
+    with pytest.raises(UserError, match=message) as caught:
+        plan(run, *overrides, world=world)
+    assert caught.value.remedy
+
+
+def test_what_is_asked_for_is_accepted(run):
+    found = plan(run, "parallel.tp=2", "train.stop_at=10", world=4)
+    assert (found.tp, found.dp, found.total, found.end, found.device) == (2, 2, 36, 10, "cpu")
+    assert found.model.vocab_size == 203
+    assert plan(run, "parallel.micro_batch_tokens=0").micro_batch_tokens == checks.CPU_MICRO_BATCH
+
+
+def test_missing_shards_and_vocabulary_are_named(run, tmp_path):
+    (run / "vocab").unlink()
+    with pytest.raises(UserError, match=r"tokenizer.json is missing") as caught:
+        plan(run)
+    assert "data_prep vocab" in caught.value.remedy
+    (run / "shards").unlink()
+    with pytest.raises(UserError, match=r"shards/len32: no shards") as caught:
+        plan(run)
+    assert "data_prep build" in caught.value.remedy
+
+
+def test_shards_of_two_tokenizers_are_not_mixed(run, tmp_path):
+    (run / "shards").unlink()
+    make_run(tmp_path / "a")
+    make_run(tmp_path / "b", vocab=207)
+    (run / "shards").mkdir()
+    (run / "shards" / "len32").symlink_to(tmp_path / "a" / "shards" / "len32")
+    (run / "shards" / "len48").symlink_to(tmp_path / "b" / "shards" / "len48")
+    with pytest.raises(UserError, match="different tokenizers"):
+        plan(run)
+    shutil.rmtree(tmp_path / "a" / "shards" / "len48")
+    local = plan(run, f"train.shards_dir={tmp_path / 'b' / 'shards'}")
+    assert local.model.vocab_size == 207
+
+
+def checkpoint(run, step=5, **changes):
+    found = plan(run)
+    meta = {
+        "model": checks.to_dict(found.model),
+        "tokenizer_fingerprint": found.shards["len32"].tokenizer_fingerprint,
+        "shards": {name: s.fingerprint for name, s in found.shards.items()},
+        "state": {"optimizer_steps": step},
+        "recipe": checks.to_dict(found.recipe),
+    }
+    import torch
+
+    folder = save_logical(run / "train", {"x": torch.zeros(2)}, {**meta, **changes}, step)
+    write_json(folder / INDEX, {**read_meta(folder), "kinds": ["master", "exp_avg", "exp_avg_sq"]})
+    return folder
+
+
+def test_a_checkpoint_of_something_else_is_refused(run):
+    checkpoint(run)
+    assert plan(run).newest == 5
+    with pytest.raises(UserError, match="holds another model: hidden_size: 32 there, 64 here"):
+        plan(run, "model.hidden_size=64")
+    checkpoint(run, tokenizer_fingerprint="other")
+    with pytest.raises(UserError, match="was trained with tokenizer other"):
+        plan(run)
+    shutil.rmtree(run / "train")
+    checkpoint(run, shards={"len48": "other"})
+    with pytest.raises(UserError, match="shards/len48 with fingerprint other"):
+        plan(run)
+    assert plan(run, "checkpoint.resume=false").newest == 0
+
+
+def test_changes_of_the_recipe_are_told(run):
+    checkpoint(run)
+    assert not plan(run).warnings
+    assert "seed" in plan(run, "seed=6").warnings[0]
+
+
+def test_missing_moments_and_missing_schedule_state_stop_the_run(run):
+    folder = checkpoint(run)
+    meta = read_meta(folder)
+    write_json(folder / INDEX, {**meta, "kinds": ["master"]})
+    with pytest.raises(UserError, match="lacks exp_avg, exp_avg_sq") as caught:
+        plan(run)
+    assert "init_from" in caught.value.remedy
+    write_json(folder / INDEX, {k: v for k, v in meta.items() if k != "state"})
+    with pytest.raises(UserError, match="no optimiser and schedule state"):
+        plan(run)
+
+
+def test_stop_at_below_the_checkpoint_has_nothing_to_do(run):
+    checkpoint(run)
+    assert plan(run, "train.stop_at=5").finished
+    assert not plan(run, "train.stop_at=6").finished
+
+
+def test_a_damaged_index_is_left_to_the_trainer(run):
+    folder = checkpoint(run)
+    (folder / INDEX).write_text("{")
+    assert plan(run).newest == 0
+    assert latest(run / "train") == folder_of(run / "train", 5)
+
+
+def test_too_little_disk_is_told(run, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 10, 0))
+    with pytest.raises(UserError, match="two checkpoints take"):
+        plan(run)
+
+
+def test_memory_is_estimated_against_the_card(run, monkeypatch):
+    monkeypatch.setattr(checks, "_cards", lambda: [12 * 2**30])
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    large = [
+        "model.preset=bert-large",
+        "model.hidden_size=0",
+        "model.num_heads=0",
+        "train.precision=bf16",
+    ]
+    fits = plan(run, *large, "parallel.micro_batch_tokens=0")
+    assert 1024 <= fits.micro_batch_tokens <= 16384
+    with pytest.raises(
+        UserError, match=r"micro-batches of 65536 tokens need about .* the card has 12.0"
+    ):
+        plan(run, *large, "parallel.micro_batch_tokens=65536")
+    more = plan(
+        run, *large, "parallel.micro_batch_tokens=0", "parallel.activation_checkpointing=true"
+    )
+    assert more.micro_batch_tokens > 2 * fits.micro_batch_tokens
+    with pytest.raises(UserError, match=r"8176M parameters .* need about 1\d\d"):
+        plan(run, "model.preset=megatron-8.3b", "model.hidden_size=0", "model.num_heads=0")
+
+
+def test_the_largest_micro_batch_fits_and_the_next_does_not():
+    config = resolve_model(ModelConfig(preset="bert-large"), 30522)
+    parallel = ParallelConfig()
+    card = 24 * 2**30
+    tokens = largest_micro_batch(config, parallel, 1, "bf16", card)
+    assert training_bytes(config, parallel, 1, "bf16", tokens) <= card
+    assert training_bytes(config, parallel, 1, "bf16", tokens + 128) > card
+
+
+def test_no_compiler_is_told_on_a_gpu(run, monkeypatch):
+    monkeypatch.setattr(checks, "_cards", lambda: [80 * 2**30])
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.delenv("CC", raising=False)
+    with pytest.raises(UserError, match="no C compiler"):
+        plan(run)
+    assert plan(run, "train.kernels=plain").device == "cuda"
+
+
+@pytest.mark.parametrize("nvidia", [True, False])
+def test_b35_another_apex_is_told_apart(nvidia, run, tmp_path, monkeypatch):
+    """PyPI's `apex` and NVIDIA's without its compiled part both import; neither is taken."""
+    package = tmp_path / "site" / "apex"
+    (package / "optimizers").mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    if nvidia:
+        (package / "optimizers" / "fused_lamb.py").write_text("")
+    monkeypatch.syspath_prepend(package.parent)
+    message = r"without its CUDA part \(amp_C\)" if nvidia else "is not NVIDIA's"
+    with pytest.raises(UserError, match=message):
+        plan(run, "optimizer.implementation=apex")
+    (package.parent / "amp_C.py").write_text("")
+    with pytest.raises(UserError, match="runs on a GPU only"):
+        plan(run, "optimizer.implementation=apex")
+
+
+def test_refusals_need_no_torch(run):
+    code = f"""
+        import sys
+        from configs.errors import UserError
+        from configs.loading import load_recipe
+        from pretrain.checks import check
+        import pretrain.train
+        env = {{"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}}
+        recipe = {str(run / "recipe.yaml")!r}
+        assert check(load_recipe(recipe), env).total == 36
+        try:
+            check(load_recipe(recipe, ["parallel.zero_stage=3"]), env)
+        except UserError:
+            print("refused", sorted(set(sys.modules) & {{"torch", "deepspeed", "megatron"}}))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        cwd=REPO,
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "refused []\n", done.stderr
+
+
+def test_a_port_in_use_is_told_without_a_stack_trace(run):
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = str(holder.getsockname()[1])
+        env = environment(
+            RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=port
+        )
+        done = subprocess.run(
+            [sys.executable, "-m", "pretrain", "train", str(run / "recipe.yaml")],
+            cwd=REPO, env=env, capture_output=True, text=True,
+        )  # fmt: skip
+    assert done.returncode == 2
+    assert port in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_help_says_how_to_start():
+    done = subprocess.run(
+        [sys.executable, "-m", "pretrain", "train", "--help"],
+        cwd=REPO,
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0
+    for word in ("torchrun", "deepspeed", "RECIPE", "train.stop_at", "75"):
+        assert word in done.stdout

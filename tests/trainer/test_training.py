@@ -1,0 +1,238 @@
+"""The train command as a user runs it: whole runs, stops of every kind, other layouts, launchers."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pretrain.checkpoint import latest
+from pretrain.checkpoint.folder import checkpoints
+from tests.trainer.launch import REPO
+from tests.trainer.runs import (
+    UPDATES,
+    environment,
+    evaluations,
+    finish,
+    fresh,
+    interrupt,
+    losses,
+    make_run,
+    output,
+    start,
+    train,
+    wait_for_step,
+)
+
+GOLDEN = Path(__file__).with_name("golden.json")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """An uninterrupted run of 36 updates over two phases, one process."""
+    run = make_run(tmp_path_factory.mktemp("whole") / "run")
+    assert train(run) == [0], output(run)
+    assert sorted(losses(run)) == list(range(1, UPDATES + 1))
+    assert "checkpoint after 36 of 36 updates" in output(run)
+    return run
+
+
+def test_golden_losses(whole):
+    """Thread count pinned; other versions of torch may differ in the last bits."""
+    for key, values in json.loads(GOLDEN.read_text()).items():
+        wanted = {int(step): value for step, value in values.items()}
+        assert losses(whole, key) == pytest.approx(wanted, abs=1e-4, rel=1e-4), key
+    assert losses(whole, "lr")[6] == pytest.approx(0.01)
+    assert losses(whole, "lr")[UPDATES] == 0
+
+
+def test_a_finished_run_is_not_trained_again(whole):
+    before = (whole / "train" / "log.jsonl").read_bytes()
+    assert train(whole) == [0]
+    assert "nothing to do: 36 of 36 updates are done" in output(whole)
+    assert train(whole, "train.stop_at=20") == [0]
+    assert (whole / "train" / "log.jsonl").read_bytes() == before
+
+
+def test_held_out_rows_are_scored_at_start_and_end(whole):
+    assert sorted(evaluations(whole)) == [0, UPDATES]
+    assert [step for step, _ in checkpoints(whole / "train")] == [30, 35, 36]
+
+
+def kill_and_go_on(whole: Path, run: Path, accidents: list[str]) -> None:
+    """Every accident kills the run; going on, the rest of it is the same to the last bit (B41)."""
+    for accident in accidents:
+        assert train(run, accident=accident) == [-signal.SIGKILL], (accident, output(run))
+    assert train(run) == [0], output(run)
+    for key in ("loss", "mlm_loss", "nsp_accuracy", "lr", "grad_norm", "trust_ratio_50"):
+        assert losses(run, key) == losses(whole, key), key
+    assert evaluations(run) == evaluations(whole)
+
+
+def test_resume_after_kills_is_bit_equal(whole, tmp_path):
+    """Between checkpoints, inside a save, and over the change of phases (moments go on)."""
+    run = fresh(whole, tmp_path / "run")
+    kill_and_go_on(whole, run, ["update:8", "save:4", "update:29"])
+
+
+@pytest.mark.slow
+def test_resume_after_twenty_random_kills_is_bit_equal(whole, tmp_path):
+    draw = random.Random(1)
+    done = 0
+    for number in range(4):
+        accidents = []
+        at = 1
+        for _ in range(5):
+            at = draw.randint(at, min(at + 8, UPDATES))
+            saved = (at - 1) // 5
+            inside_a_save = saved < 6 and draw.random() < 0.4
+            accidents.append(f"save:{draw.randint(1, 2)}" if inside_a_save else f"update:{at}")
+        run = fresh(whole, tmp_path / str(number))
+        kill_and_go_on(whole, run, accidents)
+        done += len(accidents)
+    assert done == 20
+
+
+def test_b39_a_rank_killed_in_a_save_ends_the_job_and_the_next_start_goes_on(whole, tmp_path):
+    run = fresh(whole, tmp_path / "run")
+    begin = time.monotonic()
+    codes = train(run, "guard.hang_timeout_s=12", size=2, accident="save:2:1")
+    assert codes == [77, -signal.SIGKILL], output(run)
+    assert time.monotonic() - begin < 120
+    assert "rank 1" in output(run)
+    left = [p.name for p in (run / "train" / "checkpoints").iterdir()]
+    assert any(name.startswith("step-00000010.partial-") for name in left)
+    assert latest(run / "train").name == "step-00000005"
+    assert train(run, "train.stop_at=12", size=2) == [0, 0], output(run)
+    assert "step-00000010.partial-" in output(run)
+    assert "goes on from update 5" in output(run)
+    assert losses(run) == pytest.approx(
+        {k: v for k, v in losses(whole).items() if k <= 12}, abs=1e-4
+    )
+
+
+def test_b51_a_signal_saves_at_the_next_update_and_a_second_one_is_ignored(whole, tmp_path):
+    run = fresh(whole, tmp_path / "run")
+    processes = start(run, "checkpoint.every=0", size=2)
+    wait_for_step(run, 3)
+    interrupt(processes[1:])  # one rank hears it, all leave
+    interrupt(processes[1:], signal.SIGUSR1)
+    interrupt(processes[1:])
+    assert finish(processes) == [75, 75], output(run)
+    step = checkpoints(run / "train")[-1][0]
+    assert 3 <= step < UPDATES
+    assert f"checkpoint after {step} of 36" in output(run)
+    assert train(run) == [0], output(run)
+    assert losses(run) == pytest.approx(losses(whole), abs=1e-4)
+    assert losses(run, "lr") == losses(whole, "lr")
+
+
+def test_other_layouts_go_on_from_one_another(whole, tmp_path):
+    """tp 2 -> dp 2 with ZeRO-1 in DeepSpeed and other micro-batches -> one process, 1e-4."""
+    run = fresh(whole, tmp_path / "run")
+    assert train(run, "parallel.tp=2", "train.stop_at=10", size=2) == [0, 0], output(run)
+    first = losses(run)
+    assert first == pytest.approx({k: v for k, v in losses(whole).items() if k <= 10}, abs=1e-5)
+    options = ("train.stop_at=20", "parallel.micro_batch_tokens=128", "parallel.zero_stage=2")
+    assert train(run, *options, size=2) == [0, 0], output(run)
+    assert "DeepSpeedEngine" in output(run)
+    assert train(run, "parallel.micro_batch_tokens=1024") == [0], output(run)
+    assert losses(run) == pytest.approx(losses(whole), abs=1e-4)
+    # B31: the rate goes by updates, whatever the processes and the accumulation
+    assert losses(run, "lr") == losses(whole, "lr")
+
+
+def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(whole, tmp_path):
+    run = fresh(whole, tmp_path / "run")
+    shutil.copytree(whole / "train", run / "train")
+    shutil.rmtree(latest(run / "train"))
+    path = next(latest(run / "train").glob("*.safetensors"))
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+    assert train(run) == [0], output(run)
+    assert "step-00000035 is damaged and skipped" in output(run)
+    assert "was altered" in output(run)
+    assert "goes on from update 30" in output(run)
+    assert losses(run) == losses(whole)
+
+
+def test_b33_nan_for_three_updates_in_fp16_recovers(whole, tmp_path):
+    run = fresh(whole, tmp_path / "run")
+    options = ("train.precision=fp16", "train.stop_at=24")
+    assert train(run, *options, accident="nan:5-7") == [0], output(run)
+    skipped = losses(run, "skipped")
+    assert [step for step, s in skipped.items() if s] == [5, 6, 7]
+    assert losses(run, "loss_scale")[24] == 65536 / 8
+    assert losses(run, "lr") == {k: v for k, v in losses(whole, "lr").items() if k <= 24}
+    close = [abs(losses(run)[k] - losses(whole)[k]) for k in range(8, 25)]
+    assert max(close) < 0.1
+
+
+def test_b33_nan_for_good_in_fp16_stops_and_saves_no_nan(whole, tmp_path):
+    run = fresh(whole, tmp_path / "run")
+    options = ("train.precision=fp16", "guard.max_skipped_updates=20", "checkpoint.every=1")
+    code = train(run, *options, accident="nan:8")
+    assert code == [76], output(run)
+    assert "20 updates in a row" in output(run)
+    assert min(losses(run, "loss_scale").values()) >= 1
+    from pretrain.checkpoint import load_logical
+
+    for tensor in load_logical(latest(run / "train")).values():
+        assert tensor.isfinite().all()
+
+
+def test_nan_in_full_precision_stops_after_the_patience(whole, tmp_path):
+    run = fresh(whole, tmp_path / "run")
+    assert train(run, accident="nan:8") == [76], output(run)
+    assert "3 in a row (guard.nan_patience=3)" in output(run)
+    assert latest(run / "train").name == "step-00000005"
+
+
+def by_launcher(run: Path, *command: str) -> dict[int, float]:
+    done = subprocess.run(
+        [*command, str(run / "recipe.yaml"), "train.stop_at=6"],
+        env=environment(),
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return losses(run)
+
+
+def test_the_launchers_give_identical_losses(whole, tmp_path):
+    """python and torchrun with one process; torchrun and deepspeed with two."""
+    tools = Path(sys.executable).parent
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--master-port=0",
+        "--nproc-per-node",
+    ]
+    one = by_launcher(fresh(whole, tmp_path / "a"), *torchrun, "1", "-m", "pretrain", "train")
+    assert one == {k: v for k, v in losses(whole).items() if k <= 6}
+    from cluster.environment import free_port
+
+    two = by_launcher(fresh(whole, tmp_path / "b"), *torchrun, "2", "-m", "pretrain", "train")
+    deepspeed = [sys.executable, str(tools / "deepspeed"), f"--master_port={free_port()}"]
+    three = by_launcher(
+        fresh(whole, tmp_path / "c"),
+        *deepspeed,
+        "--num_accelerators",
+        "2",
+        "--module",
+        "pretrain",
+        "train",
+    )
+    assert two == three
+    assert two == pytest.approx(one, abs=1e-5)
