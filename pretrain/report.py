@@ -40,7 +40,7 @@ _PLOTS = [
     ("Data wait", "share of the time", "train", ["data_wait"]),
     ("Peak memory", "GB", "train", ["memory_gb"]),
 ]  # fmt: skip
-_LOG_SCALE = {"grad_norm", "loss_scale", "trust_ratio_min"}
+_LOG_SCALE = {"grad_norm", "loss_scale", "trust_ratio_min"}  # where values span decades
 
 _STYLE = """body{font:15px/1.45 system-ui,sans-serif;max-width:1180px;margin:2em auto;padding:0 1em;color:#222}
 table{border-collapse:collapse;margin:1em 0}td,th{padding:.25em .8em;border-bottom:1px solid #ddd;text-align:right}
@@ -208,7 +208,8 @@ def _plot(
                 drawn = True
     if not drawn:
         return None
-    if keys[0] in _LOG_SCALE:
+    low, high = axes.dataLim.intervaly
+    if keys[0] in _LOG_SCALE and high > 20 * max(low, 0.0):
         axes.set_yscale("log")
     axes.set(title=title, xlabel="update", ylabel=unit)
     axes.grid(alpha=0.3)

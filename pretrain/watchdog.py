@@ -173,7 +173,7 @@ class Watchdog:
             self.store.set(f"rank/{self.rank}", json.dumps(self._sign()))
         # A C thread: it shows the stacks and ends the process even if a call keeps the GIL.
         limit = self.timeout_s * (2.0 if self._extra else _HANG_SHARE)
-        faulthandler.dump_traceback_later(limit, exit=True)
+        faulthandler.dump_traceback_later(limit, exit=True, file=2)  # 2: standard error
 
     def _signs(self) -> dict[int, dict[str, Any]]:
         started = [
@@ -216,7 +216,7 @@ class Watchdog:
                 file.flush()
                 faulthandler.dump_traceback(file)
             if self._name() in verdict:  # one stack on the screen: the one that matters
-                faulthandler.dump_traceback(sys.stderr)
+                faulthandler.dump_traceback(2)
         print(
             f"rank {self.rank} leaves; all stacks are in {self.folder / 'stacks'}; "
             "the same command goes on from the last checkpoint",

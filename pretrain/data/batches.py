@@ -165,7 +165,10 @@ class Batches:
         self.order = RowOrder(shards.num_rows, seed)
         packer = make_packer(shards, masking, phase.global_batch, dp, micro_batch_tokens)
         self.builder = BatchBuilder(shards, masking, seed, phase_index, packer)
-        self.warning = self.builder.masker.warning()  # for the user, "" if all is as asked
+        # What the user should know, "" if all is as asked.
+        self.warning = self.builder.masker.warning()
+        if self.builder.static:
+            self.warning = f"{shards.folder} holds static masks: `masking` is not used"
         self._thread = ThreadPoolExecutor(1, "batches", self._enter_thread)
         self._next: tuple[int, Future[GlobalBatch]] | None = None
 
