@@ -42,7 +42,11 @@ def last_scores(log: Path, step: int) -> dict[str, dict[str, Any]]:
 
 
 def model_card(
-    config: ModelConfig, meta: Mapping[str, Any], scores: Mapping[str, Any], code: str
+    config: ModelConfig,
+    meta: Mapping[str, Any],
+    scores: Mapping[str, Any],
+    code: str,
+    mask: str = "[MASK]",
 ) -> str:
     """README.md with the hub's metadata block."""
     recipe = meta.get("recipe") or {}
@@ -111,7 +115,7 @@ def model_card(
         "```python",
         "from transformers import pipeline",
         "",
-        'pipeline("fill-mask", ".")("Paris is the [MASK] of France.")',
+        f'pipeline("fill-mask", ".")("Paris is the {mask} of France.")',
         "```",
     ]
     return "\n".join(lines) + "\n"

@@ -65,7 +65,7 @@ def export(
     entries = tokenizer_size(opened.tokenizer)
     if entries != opened.config.vocab_size:
         raise UserError(
-            f"{opened.tokenizer}: {entries} entries, the model has {opened.config.vocab_size}",
+            f"{opened.tokenizer}: {entries} ids, the model has {opened.config.vocab_size}",
             "the tokenizer is of another run",
         )
     fresh = out.with_name(f".{out.name}.new")
@@ -109,17 +109,20 @@ def self_check(folder: Path, model: BertForPreTraining) -> float:
         raise UserError(f"{folder}: transformers reports {wrong}", "this is a fault of the export")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     rows = loaded.get_input_embeddings().weight.shape[0]
-    if not len(tokenizer) == rows == config.vocab_size:
+    ids = max(tokenizer.get_vocab().values()) + 1
+    if not ids == rows == config.vocab_size:
         raise UserError(
-            f"{folder}: tokenizer {len(tokenizer)}, embedding {rows}, config {config.vocab_size}",
+            f"{folder}: tokenizer {ids}, embedding {rows}, config {config.vocab_size}",
             "this is a fault of the export",
         )
     length = min(64, config.max_position_embeddings)
-    ids = torch.randint(config.vocab_size, (4, length), generator=torch.Generator().manual_seed(0))
+    drawn = torch.randint(
+        config.vocab_size, (4, length), generator=torch.Generator().manual_seed(0)
+    )
     types = (torch.arange(length) >= length // 2).long().expand(4, -1).contiguous()
     with torch.no_grad():
-        given = loaded.eval()(input_ids=ids, token_type_ids=types)
-        micro = uniform_rows(ids, types)
+        given = loaded.eval()(input_ids=drawn, token_type_ids=types)
+        micro = uniform_rows(drawn, types)
         hidden = model.encode(micro)
         pairs = [
             (given[0] if not config.nsp_head else given.prediction_logits, model.logits(hidden))
@@ -166,7 +169,7 @@ def _write_small_files(fresh: Path, opened: Opened, dtype: str) -> None:
     code = commit()
     run = opened.path.parent.parent if meta else opened.path
     scores = last_scores(run / "log.jsonl", meta.get("step", 0))
-    card = model_card(config, meta, scores, code)
+    card = model_card(config, meta, scores, code, _mask_token(fresh))
     (fresh / "README.md").write_text(card, encoding="utf-8")
     kept = ("step", "recipe", "tokenizer_fingerprint", "format")
     provenance: dict[str, Any] = {
@@ -184,6 +187,12 @@ def _patch_tokenizer(folder: Path, config: ModelConfig) -> None:
     values = json.loads(file.read_text(encoding="utf-8"))
     values["model_max_length"] = config.max_position_embeddings
     file.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _mask_token(folder: Path) -> str:
+    named = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    token = named.get("mask_token", "[MASK]")
+    return str(token["content"] if isinstance(token, dict) else token)
 
 
 def _pad_id(folder: Path) -> int:

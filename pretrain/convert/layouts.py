@@ -43,7 +43,7 @@ def read_foreign(path: Path, vocab: Path | None = None, trim: bool = False) -> S
     elif entries != rows:
         hint = "pass --trim-vocab if those rows are padding" if entries < rows else "name its own"
         raise UserError(
-            f"{source.tokenizer}: {entries} entries, the embedding has {rows} rows",
+            f"{source.tokenizer}: {entries} ids, the embedding has {rows} rows",
             f"tokenizer and weights differ; {hint}",
         )
     return source

@@ -53,7 +53,11 @@ def is_cased(entries: list[str]) -> bool:
 
 
 def tokenizer_size(source: Path) -> int:
-    """Entries of a vocab.txt or of a tokenizer folder."""
+    """Ids of a vocab.txt or of a tokenizer folder: the largest plus one (some have holes).
+
+    Raises:
+        UserError: unreadable, or one of the five special tokens is missing.
+    """
     if source.is_file():
         return len(read_vocab(source))
     file = source / "tokenizer.json"
@@ -62,14 +66,24 @@ def tokenizer_size(source: Path) -> int:
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
         vocab = values["model"]["vocab"]
-        added = {token["content"]: token["id"] for token in values.get("added_tokens", [])}
-        names = set(vocab) if isinstance(vocab, dict) else {entry[0] for entry in vocab}
+        if isinstance(vocab, list):  # unigram: [piece, score] in the order of the ids
+            vocab = {entry[0]: number for number, entry in enumerate(vocab)}
+        ids = {**vocab, **{t["content"]: t["id"] for t in values.get("added_tokens", [])}}
+        names = _special_names(source)
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise UserError(f"{file}: no readable tokenizer ({error!r})", "restore it") from None
-    for token in SPECIAL.values():
-        if token not in names | added.keys():
-            raise UserError(f"{file}: no {token}", "a BERT vocabulary has it; restore the file")
-    return len(names | added.keys())
+    for token in names:
+        if token not in ids:
+            raise UserError(f"{file}: no {token}", "training needs it; restore the file")
+    return int(max(ids.values())) + 1
+
+
+def _special_names(folder: Path) -> list[str]:
+    """The special tokens as tokenizer_config.json calls them, BERT's where it does not say."""
+    file = folder / "tokenizer_config.json"
+    said = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    named = {role: said.get(role) or token for role, token in SPECIAL.items()}
+    return [t["content"] if isinstance(t, dict) else t for t in named.values()]
 
 
 def write_folder(source: Path, folder: Path, lowercase: bool | None, max_length: int) -> None:

@@ -120,8 +120,8 @@ FOREIGN: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "bin cut": (as_bin(dict, 0.5), "pytorch_model.bin: damaged"),
     "bin without a dict": (as_bin(lambda t: list(t.values())), "no state dict"),
-    "tokenizer too small": (vocab(lambda v: v[:-1]), "26 entries, the embedding has 27"),
-    "tokenizer too large": (vocab(lambda v: [*v, "more"]), "28 entries, the embedding has 27"),
+    "tokenizer too small": (vocab(lambda v: v[:-1]), "26 ids, the embedding has 27"),
+    "tokenizer too large": (vocab(lambda v: [*v, "more"]), "28 ids, the embedding has 27"),
     "vocabulary without [MASK] (B07)": (
         vocab(lambda v: [w.replace("[MASK]", "[M]") for w in v]),
         r"no \[MASK\]",
@@ -301,7 +301,7 @@ RUNS: dict[str, tuple[Callable[[Path], None], str]] = {
             )
             and None
         ),
-        "28 entries, the model has 27",
+        "28 ids, the model has 27",
     ),
 }
 

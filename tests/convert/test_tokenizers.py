@@ -1,0 +1,115 @@
+"""The exported tokenizer gives the ids the shards were built with, for every kind and switch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from configs.model import ModelConfig
+from configs.schema import VocabConfig
+from data_prep import tokenizer as prep
+from pretrain.checkpoint import save_logical
+from pretrain.convert.export import export
+from pretrain.convert.vocabulary import is_cased, write_folder
+from pretrain.model import build
+
+TEXT = "Zoë's naïve café in Łódź"
+# B05: what each pair of switches makes of the text, word by word (tokenizers 0.23.3).
+LOWER = {
+    True: "zoe's naive cafe in łodz",
+    None: "zoe's naive cafe in łodz",
+    False: "zoë's naïve café in łódź",
+}
+CASED = {None: TEXT, False: TEXT, True: "Zoe's naive cafe in Łodz"}
+
+
+def run_with(vocab: Path, size: int, work: Path) -> Path:
+    """A work_dir of a random model whose vocabulary is `size`."""
+    config = ModelConfig(
+        vocab_size=size,
+        hidden_size=16,
+        num_layers=1,
+        num_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=40,
+    )
+    _, parts = build(config, seed=1)
+    tensors = {}
+    for piece in parts:
+        block = piece.view(piece.param.detach().view(-1))
+        tensors[piece.name] = block[piece.clip(block)[1]].clone()
+    save_logical(work / "train", tensors, {"model": vars(config)})
+    return work
+
+
+@pytest.mark.parametrize("strip", [None, True, False])
+@pytest.mark.parametrize("lowercase", [True, False])
+def test_b05_casing_and_accents_reach_the_exported_folder(
+    tmp_path: Path, lowercase: bool, strip: bool | None
+) -> None:
+    from transformers import AutoTokenizer
+
+    letters = sorted(set((TEXT + LOWER[True] + LOWER[False]).replace(" ", "")))
+    entries = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{c}" for c in letters)]
+    (tmp_path / "vocab.txt").write_text("\n".join(entries))
+    config = VocabConfig(file=str(tmp_path / "vocab.txt"), lowercase=lowercase, strip_accents=strip)
+    ours = prep.load(config)
+    work = tmp_path / "run"
+    ours.save(work / "vocab")
+    out = export(run_with(work / "vocab", ours.vocab_size, work), tmp_path / "out")
+    exported = AutoTokenizer.from_pretrained(out)
+    ids, _ = ours.encode_sentences([TEXT])
+    assert exported(TEXT)["input_ids"][1:-1] == ids.tolist()
+    pieces = "".join(exported.convert_ids_to_tokens(ids.tolist())).replace("##", "")
+    assert pieces == (LOWER if lowercase else CASED)[strip].replace(" ", "")
+    said = json.loads((out / "tokenizer_config.json").read_text())
+    assert said["model_max_length"] == exported.model_max_length == 40
+    assert exported.is_fast
+
+
+@pytest.mark.parametrize("name", ["roberta-base", "sentencepiece"])
+def test_byte_and_unigram_vocabularies_are_exported_too(
+    tmp_path: Path, real_data: Path, name: str
+) -> None:
+    """RoBERTa's has holes: 50,262 entries, ids up to 50,264."""
+    import gzip
+
+    from transformers import AutoTokenizer
+
+    folder = real_data / "vocab" / name
+    if name == "sentencepiece":
+        file = tmp_path / "30k.model"
+        file.write_bytes(
+            gzip.decompress(
+                (real_data / "vocab/sentencepiece-30k-albert-fork/30k-clean.model.gz").read_bytes()
+            )
+        )
+    else:
+        file = tmp_path / "bpe"
+        file.mkdir()
+        for part in ("vocab.json", "merges.txt"):
+            (file / part).write_bytes(gzip.decompress((folder / f"{part}.gz").read_bytes()))
+    ours = prep.load(file)
+    work = tmp_path / "run"
+    ours.save(work / "vocab")
+    out = export(run_with(work / "vocab", ours.vocab_size, work), tmp_path / "out")
+    exported = AutoTokenizer.from_pretrained(out)
+    sentence = "The kiln reached nine hundred degrees."
+    assert exported(sentence)["input_ids"][1:-1] == ours.encode_sentences([sentence])[0].tolist()
+    assert json.loads((out / "config.json").read_text())["pad_token_id"] == ours.special_ids["pad"]
+    assert exported.mask_token_id == ours.special_ids["mask"]
+
+
+def test_a_bare_vocabulary_tells_its_casing(tmp_path: Path, real_data: Path) -> None:
+    from transformers import AutoTokenizer
+
+    for name, cased, ids in (("uncased", False, [7592]), ("cased", True, [8667])):
+        file = real_data / f"vocab/bert-base-{name}/vocab.txt"
+        assert is_cased(file.read_text().splitlines()) == cased
+        write_folder(file, tmp_path / name, None, 512)
+        tokenizer = AutoTokenizer.from_pretrained(tmp_path / name)
+        assert tokenizer("Hello")["input_ids"][1:-1] == ids
+        assert torch.tensor(tokenizer.mask_token_id) == 103
