@@ -14,7 +14,7 @@ import pytest
 
 from cluster.nodes import expand
 
-from .conftest import Cluster, Run, wait_for
+from .mini import Cluster, Run, wait_for
 
 WORDS = [
     "kiln",
@@ -88,11 +88,9 @@ def books(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def quiet(
-    cluster: Cluster, tmp_path_factory: pytest.TempPathFactory, repo: Path, books: Path
-) -> Iterator[Run]:
+def quiet(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory, books: Path) -> Iterator[Run]:
     """The undisturbed chain."""
-    run = real(Run(cluster, tmp_path_factory.mktemp("real") / "quiet", repo), books)
+    run = real(Run(cluster, tmp_path_factory.mktemp("real") / "quiet"), books)
     run.profile["sbatch_options"] = {"exclude": "alpha,gpu08"}  # where the other one is disturbed
     run.submit()
     yield run
@@ -115,14 +113,12 @@ def test_chain(quiet, repo):
 
 
 def test_mpi_prep_over_two_nodes_gives_the_bytes_of_one_process(quiet, repo, tmp_path):
-    wait_for(
-        lambda: quiet.cluster.state(quiet.ids["prep"]) == "COMPLETED", 120, "prep", quiet.report
-    )
+    quiet.wait_state("prep", "COMPLETED", seconds=120)
     assert "--mpi=pmix" in (quiet.work / "slurm" / "prep.sbatch").read_text()
     recipe = str(quiet.folder / "recipe.yaml")
-    for command in ("vocab", "build"):
-        line = [sys.executable, "-m", "data_prep", command, recipe, f"work_dir={tmp_path}"]
-        subprocess.run(line, cwd=repo, check=True, capture_output=True)
+    shutil.copytree(quiet.work / "vocab", tmp_path / "vocab")
+    line = [sys.executable, "-m", "data_prep", "build", recipe, f"work_dir={tmp_path}"]
+    subprocess.run(line, cwd=repo, check=True, capture_output=True)
     ours, theirs = tmp_path / "shards" / "len64", quiet.work / "shards" / "len64"
     names = sorted(p.relative_to(ours) for p in ours.rglob("*") if p.is_file())
     parts = [name for name in names if name.suffix in (".arrow", ".u16", ".u8", ".json")]
@@ -132,9 +128,7 @@ def test_mpi_prep_over_two_nodes_gives_the_bytes_of_one_process(quiet, repo, tmp
 
 
 def test_preempted_and_cut_training_ends_with_the_same_losses(quiet, cluster, new_run, books):
-    wait_for(
-        lambda: quiet.cluster.state(quiet.ids["prep"]) == "COMPLETED", 120, "prep", quiet.report
-    )
+    quiet.wait_state("prep", "COMPLETED", seconds=120)
     run = real(new_run("disturbed"), books)
     for name in ("vocab", "shards"):
         shutil.copytree(quiet.work / name, run.work / name)
@@ -171,9 +165,7 @@ def test_preempted_and_cut_training_ends_with_the_same_losses(quiet, cluster, ne
 
 @pytest.mark.parametrize("launcher", ["slurm", "openmpi"])
 def test_deepspeed_launcher_starts_two_by_two(quiet, cluster, repo, tmp_path, launcher):
-    wait_for(
-        lambda: quiet.cluster.state(quiet.ids["prep"]) == "COMPLETED", 120, "prep", quiet.report
-    )
+    quiet.wait_state("prep", "COMPLETED", seconds=120)
     work = tmp_path / "work"
     for name in ("vocab", "shards"):
         shutil.copytree(quiet.work / name, work / name)

@@ -9,13 +9,12 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
 from cluster.nodes import expand
 
-from .conftest import Cluster, Run, wait_for
+from .mini import Cluster, Run, wait_for
 
 STEPS = 40
 
@@ -159,10 +158,10 @@ SIDE_BY_SIDE: list[Callable[[Run], None]] = [
 
 @pytest.fixture(scope="module")
 def scenarios(
-    cluster: Cluster, tmp_path_factory: pytest.TempPathFactory, repo: Path
+    cluster: Cluster, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Future[None]]]:
     folder = tmp_path_factory.mktemp("survival")
-    runs = {s.__name__: Run(cluster, folder / s.__name__[:20], repo) for s in SIDE_BY_SIDE}
+    runs = {s.__name__: Run(cluster, folder / s.__name__[:20]) for s in SIDE_BY_SIDE}
     for name, run in runs.items():  # alpha is left to those that preempt each other
         if "preemption" not in name:
             run.profile["sbatch_options"] = {"exclude": "alpha"}
