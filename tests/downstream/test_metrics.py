@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pretrain.downstream import metrics
@@ -22,6 +22,10 @@ questions = st.lists(
 )
 
 
+PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # busy machines
+
+
+@PATIENT
 @given(questions)
 def test_null_threshold_is_the_best_of_all(cases) -> None:
     """Against trying every threshold: (answerable?, answer right?, gap)."""

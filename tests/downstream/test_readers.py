@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from configs import UserError
@@ -32,6 +32,10 @@ cells = st.text(
 )
 
 
+PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # busy machines
+
+
+@PATIENT
 @given(st.lists(st.tuples(cells, cells), min_size=1, max_size=8), st.booleans(), st.booleans())
 def test_tsv_rows_come_back_whatever_their_quotes(rows, bom, crlf) -> None:
     import tempfile
@@ -45,6 +49,7 @@ def test_tsv_rows_come_back_whatever_their_quotes(rows, bom, crlf) -> None:
     assert [(r["sentence1"], r["sentence2"]) for r in got] == rows
 
 
+@PATIENT
 @given(st.lists(st.tuples(st.text(max_size=20), st.text(max_size=20)), max_size=6))
 def test_csv_of_ones_own_keeps_quotes_commas_and_line_feeds(rows) -> None:
     import tempfile
