@@ -173,12 +173,15 @@ class TrainConfig:
     # Minutes of training, without the first updates (which compile): the schedule of the only phase
     # is stretched over them, and its `steps` only bound the updates. 0 = no limit.
     max_minutes: float = 0.0
+    # Start the MLM bias at the log frequencies of the training rows' tokens (2212.09686): otherwise
+    # the first updates teach them to the hidden states, all in one direction.
+    unigram_bias: bool = False
     eval_every: int = 0  # updates; 0 = only at start and end
     eval_rows: int = 4096  # held-out rows scored; 0 = all
     probe: str = ""  # a BLiMP parquet: scored by pseudo-log-likelihood at each evaluation
     probe_pairs: int = 1000
     log_every: int = 1
-    compile: bool = True  # on one GPU: record each shape's kernels once and replay them (CUDA graphs)
+    compile: bool = True  # on GPUs: record each shape's kernels once and replay them (CUDA graphs)
     kernels: str = "auto"  # auto (fused on GPU) | plain
     shards_dir: str = ""  # read shard sets from here (a node-local copy) instead of work_dir/shards
     threads: int = 0  # torch threads a process; 0 = cores / processes on this node

@@ -105,7 +105,7 @@ class LeanEngine(Engine):
         dtype = DTYPES[recipe.train.precision]
         self.sharded = recipe.parallel.zero_stage > 0 and groups.dp > 1
         self.ranks = groups.dp if self.sharded else 1
-        self._params = params = list(model.parameters())
+        params = list(model.parameters())
         self.buckets, self.places = _layout(params, self.ranks)
         total = self.buckets[-1].end
         self.weights = torch.zeros(total, dtype=dtype, device=device)
@@ -128,9 +128,11 @@ class LeanEngine(Engine):
             )
         self.reduced = torch.zeros_like(self.shard.master) if self.sharded else self.grads
         self._last = False
+        if groups.dp > 1 and device.type == "cuda":  # connects the group now: a CUDA graph could not record it
+            dist.all_reduce(self.grads[:ALIGN], group=groups.dp_group)
 
     def _move_in(self, params: Sequence[nn.Parameter], dtype: torch.dtype) -> None:
-        bucket_of = {id(p): b for b in self.buckets for p in b.params}
+        self._bucket_of = {p: b for b in self.buckets for p in b.params}
         self._main: dict[int, Tensor] = {}
         for p in params:
             at = self.places[id(p)]
@@ -138,7 +140,7 @@ class LeanEngine(Engine):
             view.copy_(p.data)
             p.data = view
             self._main[id(p)] = self.grads[at : at + p.numel()].view(p.shape)
-            bucket = bucket_of[id(p)]
+            bucket = self._bucket_of[p]
             if dtype == torch.float32:
                 p.grad = self._main[id(p)]
             else:  # for products that add into it themselves (pretrain.kernels.triton_linear)
@@ -196,27 +198,35 @@ class LeanEngine(Engine):
         bucket.work = dist.reduce_scatter_tensor(mine, whole, group=group, async_op=True)
 
     def backward(self, loss: Tensor, last: bool) -> None:
+        self._begin(last)
+        (loss * self.loss_scale if self.scaler else loss).backward()
+        self._end()
+
+    def accumulate(self, loss: Tensor, last: bool) -> None:
+        """`backward` of a loss that is scaled already, without autograd's hooks, whose streams a
+        CUDA graph cannot record."""
+        self._begin(last)
+        params = list(self._bucket_of)
+        for p, gradient in zip(params, torch.autograd.grad(loss, params, allow_unused=True)):
+            if gradient is not None:
+                self._main[id(p)].add_(gradient)
+                self._count(self._bucket_of[p])
+        self._end()
+
+    def _begin(self, last: bool) -> None:
         self._last = last
         if last:
             for bucket in self.buckets:
                 bucket.waiting = len(bucket.params)
-        (loss * self.loss_scale if self.scaler else loss).backward()
-        if last and self.groups.dp > 1:
+
+    def _end(self) -> None:
+        if self._last and self.groups.dp > 1:
             for bucket in self.buckets:
                 if bucket.work is None:  # a parameter without a gradient in the last micro-batch
                     self._reduce(bucket)
             for bucket in self.buckets:
                 bucket.work.wait()
                 bucket.work = None
-
-    def accumulate(self, loss: Tensor) -> None:
-        """Adds the gradient of the (scaled) loss without hooks, so that a CUDA graph can record it;
-        for a single process, where nothing waits for a bucket."""
-        mains = [self._main[id(p)] for p in self._params]
-        gradients = torch.autograd.grad(loss, self._params, allow_unused=True)
-        for main, gradient in zip(mains, gradients):
-            if gradient is not None:
-                main.add_(gradient)
 
     def step(self, lr: float, decide: Decide = math.isfinite) -> Update:
         update = self.lamb.step(self.reduced, lr, 1.0 / self.loss_scale, self.low, decide)

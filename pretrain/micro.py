@@ -37,7 +37,7 @@ def _loss(sums: Any, shares: Tensor) -> Tensor:
 
 
 class RecordedMicro(Micro):
-    """The same through CUDA graphs, in a single process."""
+    """The same through CUDA graphs; collectives are recorded with the kernels."""
 
     def __init__(self, model: Any, engine: Any) -> None:
         super().__init__(model, engine)
@@ -48,22 +48,23 @@ class RecordedMicro(Micro):
         if self.pool is None:  # the first run compiles kernels and makes library handles
             self.pool = torch.cuda.graph_pool_handle()
             return super().__call__(micro, batch, last)
-        key = (micro.max_length, *(t.numel() for t in _tensors(micro)))
+        last = last and self.engine.groups.dp > 1  # else the last one is like the others
+        key = (int(last), micro.max_length, *(t.numel() for t in _tensors(micro)))
         if key not in self.graphs:
-            self.graphs[key] = _Recording(self.model, self.engine, micro, self.pool)
+            self.graphs[key] = _Recording(self.model, self.engine, micro, last, self.pool)
         scale = self.engine.loss_scale
         return self.graphs[key].run(micro, scale / batch.masked_total, scale / batch.rows_total)
 
 
 class _Recording:
-    def __init__(self, model: Any, engine: Any, micro: MicroBatch, pool: Any) -> None:
+    def __init__(self, model: Any, engine: Any, micro: MicroBatch, last: bool, pool: Any) -> None:
         self.micro = micro.map(torch.clone)
         self.shares = torch.zeros(2, device=micro.input_ids.device)
         self.graph = torch.cuda.CUDAGraph()
         # Other threads (prefetching of batches) go on using the GPU meanwhile.
         with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
             sums = model(self.micro)
-            engine.accumulate(_loss(sums, self.shares))
+            engine.accumulate(_loss(sums, self.shares), last)
             self.sums = torch.stack([x.detach().float() for x in sums])
 
     def run(self, micro: MicroBatch, mlm_share: float, nsp_share: float) -> Tensor:

@@ -106,7 +106,6 @@ def _assemble(plan: Plan, device: torch.device, watchdog: Watchdog) -> Run:
     engine = _engine_class(plan)(recipe, model, pieces, groups, kernels, device)
     engine.model.train()
     recorded = recipe.train.compile and is_fused(kernels) and isinstance(engine, LeanEngine)
-    recorded = recorded and plan.world == 1
     identity = {
         "model": to_dict(plan.model),
         "recipe": to_dict(recipe),

@@ -1,9 +1,11 @@
 """Attention inside packed rows, forward and backward, with dropout regenerated from counters.
 
-Rows of at most one tile: a program owns a whole (row, head) in both directions, and nothing but
-qkv, the output gradient and the result touches memory. Longer rows: tiles with a running softmax;
-the backward pass is one kernel for the queries' and one for the keys' and values' gradients,
-without atomics, so that results are bit-equal from run to run.
+Rows of at most one tile: a program of the backward pass owns a whole (row, head), reads each value
+once and finds all three gradients. Longer rows: one kernel for the queries' and one for the keys'
+and values' gradients. Neither uses atomics, so that results are bit-equal from run to run.
+
+Tiles are read through tensor descriptors (the copy engine on Hopper): what lies behind a row's end
+is the next row, so every sum over keys or queries masks the probabilities, never the tiles.
 """
 
 from __future__ import annotations
@@ -14,8 +16,10 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pretrain.kernels.hashing import HEAD_STRIDE, keep_scale, signed, stream, threshold
+from pretrain.kernels.triton_gradients import collect
 from pretrain.kernels.triton_hash import channel_hash, keep, row_hash
 
 Tensor = torch.Tensor
@@ -24,33 +28,34 @@ LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _row(cu_seqlens, row):
-    """(first token as int64, length)"""
+    """(first token, length)"""
     start = tl.load(cu_seqlens + row)
-    return start.to(tl.int64), tl.load(cu_seqlens + row + 1) - start
+    return start, tl.load(cu_seqlens + row + 1) - start
 
 
 @triton.jit
-def _tile(base, token, valid, d, STRIDE: tl.constexpr):
-    return tl.load(base + token[:, None] * STRIDE + d[None, :], mask=valid[:, None], other=0.0)
+def _place(base, start, token, column, STRIDE: tl.constexpr, D: tl.constexpr):
+    """Pointers to [tokens, D] of a matrix with rows of STRIDE, for masked stores."""
+    d = tl.arange(0, D)
+    return base + start.to(tl.int64) * STRIDE + column + token[:, None] * STRIDE + d[None, :]
 
 
 @triton.jit(do_not_specialize=["stream", "first_head"])
 def _attention_forward(
-    qkv, cu_seqlens, token_keys, out, log_sums, stream, first_head, tokens,
+    queries, keys, cu_seqlens, token_keys, out, log_sums, stream, first_head, tokens,
     SCALE: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SINGLE: tl.constexpr, THRESHOLD: tl.constexpr, KEEP_SCALE: tl.constexpr,
     HEAD_STRIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """queries, keys: descriptors of qkv [T, 3 * WIDTH] with tiles of BLOCK_M and BLOCK_N rows."""
     head = tl.program_id(0)
     start, length = _row(cu_seqlens, tl.program_id(1))
     first = tl.program_id(2) * BLOCK_M
     if first >= length:
         return
     WIDTH: tl.constexpr = HEADS * D
-    base = qkv + start * (3 * WIDTH) + head * D
-    d = tl.arange(0, D)
     query = first + tl.arange(0, BLOCK_M)
-    q = _tile(base, query, query < length, d, 3 * WIDTH)
+    q = queries.load([start + first, head * D])
     if THRESHOLD > 0:
         rows = row_hash(tl.load(token_keys + start + query, mask=query < length, other=0), stream)
     largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -60,11 +65,12 @@ def _attention_forward(
     stop = BLOCK_N if SINGLE else length
     for n in range(0, stop, BLOCK_N):
         key = n + tl.arange(0, BLOCK_N)
-        k = _tile(base + WIDTH, key, key < length, d, 3 * WIDTH)
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (SCALE * LOG2_E)
+        k = keys.load([start + n, WIDTH + head * D])
+        v = keys.load([start + n, 2 * WIDTH + head * D])
+        s = tl.dot(q, k.T, input_precision=PRECISION)
         s = tl.where(key[None, :] < length, s, float("-inf"))
-        new = tl.maximum(largest, tl.max(s, 1))
-        p = tl.exp2(s - new[:, None])
+        new = tl.maximum(largest, tl.max(s, 1) * (SCALE * LOG2_E))
+        p = tl.exp2(s * (SCALE * LOG2_E) - new[:, None])
         shrink = tl.exp2(largest - new)
         total = total * shrink + tl.sum(p, 1)
         if THRESHOLD > 0:
@@ -72,11 +78,10 @@ def _attention_forward(
             p = tl.where(
                 keep(rows[:, None], multiplier[None, :], shift[None, :], THRESHOLD), p, 0.0
             )
-        v = _tile(base + 2 * WIDTH, key, key < length, d, 3 * WIDTH)
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
         largest = new
     acc *= (KEEP_SCALE / total)[:, None]
-    target = out + start * WIDTH + head * D + query[:, None] * WIDTH + d[None, :]
+    target = _place(out, start, query, head * D, WIDTH, D)
     tl.store(target, acc.to(out.dtype.element_ty), mask=query[:, None] < length)
     tl.store(
         log_sums + head * tokens + start + query, largest + tl.log2(total), mask=query < length
@@ -84,80 +89,83 @@ def _attention_forward(
 
 
 @triton.jit
-def _transposed(
-    q, k, v, do, log_sum, rows, multiplier, shift, key_valid,
-    SCALE: tl.constexpr, THRESHOLD: tl.constexpr, KEEP_SCALE: tl.constexpr, PRECISION: tl.constexpr,
+def _gradients(
+    q, k, v, do, log_sum, delta, rows, multiplier, shift, key_valid,
+    SCALE: tl.constexpr, THRESHOLD: tl.constexpr, KEEP_SCALE: tl.constexpr,
+    MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Keys down, queries across: (p, dropped p, gradient of p), fp32 [keys, queries]. So two of
-    the three products that follow take them as they lie in registers."""
-    s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * (SCALE * LOG2_E)
-    p = tl.where(key_valid[:, None], tl.exp2(s - log_sum[None, :]), 0.0)
-    dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
-    dropped = p
+    """Keys down, queries across, so that two of the three products that follow take the results as
+    they lie in registers: (dropped p / KEEP_SCALE, gradient of the scores / SCALE), [keys, queries]."""
+    s = tl.dot(k, q.T, input_precision=PRECISION)
+    p = tl.exp2(s * (SCALE * LOG2_E) - log_sum[None, :])
+    if MASK:
+        p = tl.where(key_valid[:, None], p, 0.0)
+    dp = tl.dot(v, do.T, input_precision=PRECISION)
     if THRESHOLD > 0:
         kept = keep(rows[None, :], multiplier[:, None], shift[:, None], THRESHOLD)
-        dp = tl.where(kept, dp * KEEP_SCALE, 0.0)
-        dropped = tl.where(kept, p * KEEP_SCALE, 0.0)
-    return p, dropped, dp
+        ds = p * (tl.where(kept, dp, 0.0) * KEEP_SCALE - delta[None, :])
+        p = tl.where(kept, p, 0.0)
+    else:
+        ds = p * (dp - delta[None, :])
+    return p.to(q.dtype), ds.to(q.dtype)
 
 
 @triton.jit(do_not_specialize=["stream", "first_head"])
 def _attention_backward(
-    qkv, cu_seqlens, token_keys, log_sums, grad_out, grad_qkv, grad_bias, stream, first_head, tokens,
-    SCALE: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr,
-    THRESHOLD: tl.constexpr, KEEP_SCALE: tl.constexpr, HEAD_STRIDE: tl.constexpr, PRECISION: tl.constexpr,
+    queries, keys, grads, outs, cu_seqlens, token_keys, log_sums, grad_qkv, grad_bias, stream, first_head, tokens,
+    SCALE: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BIAS: tl.constexpr, THRESHOLD: tl.constexpr, KEEP_SCALE: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """All gradients of a (row, head) whose row fits one tile."""
+    """All gradients of a (row, head) of at most BLOCK_M tokens, BLOCK_N keys at a time."""
     head = tl.program_id(0)
     row = tl.program_id(1)
     start, length = _row(cu_seqlens, row)
     if length == 0:
         return
     WIDTH: tl.constexpr = HEADS * D
-    base = qkv + start * (3 * WIDTH) + head * D
-    d = tl.arange(0, D)
-    token = tl.arange(0, BLOCK)
-    valid = token < length
-    q = _tile(base, token, valid, d, 3 * WIDTH)
-    k = _tile(base + WIDTH, token, valid, d, 3 * WIDTH)
-    v = _tile(base + 2 * WIDTH, token, valid, d, 3 * WIDTH)
-    do = _tile(grad_out + start * WIDTH + head * D, token, valid, d, WIDTH)
+    query = tl.arange(0, BLOCK_M)
+    valid = query < length
+    q = queries.load([start, head * D])
+    do = grads.load([start, head * D])
+    o = outs.load([start, head * D])
+    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     # Queries past the end get probability exp2(-inf) = 0, hence nothing comes from them.
-    log_sum = tl.load(log_sums + head * tokens + start + token, mask=valid, other=float("inf"))
-    rows = row_hash(tl.load(token_keys + start + token, mask=valid, other=0), stream)
-    multiplier, shift = channel_hash((head + first_head) * HEAD_STRIDE + token)
-    p, dropped, dp = _transposed(
-        q,
-        k,
-        v,
-        do,
-        log_sum,
-        rows,
-        multiplier,
-        shift,
-        valid,
-        SCALE,
-        THRESHOLD,
-        KEEP_SCALE,
-        PRECISION,
-    )
-    target = grad_qkv + start * (3 * WIDTH) + head * D + token[:, None] * (3 * WIDTH) + d[None, :]
-    dv = tl.dot(dropped.to(v.dtype), do, input_precision=PRECISION)
-    tl.store(target + 2 * WIDTH, dv.to(v.dtype), mask=valid[:, None])
-    ds = (p * (dp - tl.sum(p * dp, 0)[None, :]) * SCALE).to(k.dtype)
-    dk = tl.dot(ds, q, input_precision=PRECISION)
-    tl.store(target + WIDTH, dk.to(k.dtype), mask=valid[:, None])
-    dq = tl.dot(tl.trans(ds), k, input_precision=PRECISION)
+    log_sum = tl.load(log_sums + head * tokens + start + query, mask=valid, other=float("inf"))
+    rows = row_hash(tl.load(token_keys + start + query, mask=valid, other=0), stream)
+    dq = tl.zeros([BLOCK_M, D], tl.float32)
+    sum_dv = tl.zeros([D], tl.float32)
+    for n in range(0, length, BLOCK_N):
+        key = n + tl.arange(0, BLOCK_N)
+        k = keys.load([start + n, WIDTH + head * D])
+        v = keys.load([start + n, 2 * WIDTH + head * D])
+        multiplier, shift = channel_hash((head + first_head) * HEAD_STRIDE + key)
+        p, ds = _gradients(
+            q, k, v, do, log_sum, delta, rows, multiplier, shift, key < length,
+            SCALE, THRESHOLD, KEEP_SCALE, True, PRECISION,
+        )  # fmt: skip
+        dv = tl.dot(p, do, input_precision=PRECISION) * KEEP_SCALE
+        target = _place(grad_qkv, start, key, head * D, 3 * WIDTH, D)
+        there = key[:, None] < length
+        tl.store(target + 2 * WIDTH, dv.to(k.dtype), mask=there)
+        dk = tl.dot(ds, q, input_precision=PRECISION) * SCALE
+        tl.store(target + WIDTH, dk.to(k.dtype), mask=there)
+        dq = tl.dot(ds.T, k, dq, input_precision=PRECISION)
+        if BIAS:
+            sum_dv += tl.sum(dv, 0)
+    dq *= SCALE
+    target = _place(grad_qkv, start, query, head * D, 3 * WIDTH, D)
     tl.store(target, dq.to(q.dtype), mask=valid[:, None])
     if BIAS:
-        partial = grad_bias + row * (3 * WIDTH) + head * D + d
+        partial = grad_bias + row * (3 * WIDTH) + head * D + tl.arange(0, D)
         tl.store(partial, tl.sum(dq, 0))
-        tl.store(partial + 2 * WIDTH, tl.sum(dv, 0))
+        tl.store(partial + 2 * WIDTH, sum_dv)
 
 
 @triton.jit(do_not_specialize=["stream", "first_head"])
 def _attention_backward_queries(
-    qkv, cu_seqlens, token_keys, out, log_sums, grad_out, grad_qkv, grad_bias, deltas, stream, first_head, tokens,
+    queries, keys, grads, outs, cu_seqlens, token_keys, log_sums, grad_qkv, grad_bias, deltas,
+    stream, first_head, tokens,
     SCALE: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BIAS: tl.constexpr, THRESHOLD: tl.constexpr, KEEP_SCALE: tl.constexpr,
     HEAD_STRIDE: tl.constexpr, PRECISION: tl.constexpr,
@@ -169,13 +177,11 @@ def _attention_backward_queries(
     if first >= length:
         return
     WIDTH: tl.constexpr = HEADS * D
-    base = qkv + start * (3 * WIDTH) + head * D
-    d = tl.arange(0, D)
     query = first + tl.arange(0, BLOCK_M)
     valid = query < length
-    q = _tile(base, query, valid, d, 3 * WIDTH)
-    do = _tile(grad_out + start * WIDTH + head * D, query, valid, d, WIDTH)
-    o = _tile(out + start * WIDTH + head * D, query, valid, d, WIDTH)
+    q = queries.load([start + first, head * D])
+    do = grads.load([start + first, head * D])
+    o = outs.load([start + first, head * D])
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     stats = head * tokens + start + query
     tl.store(deltas + stats, delta, mask=valid)
@@ -185,28 +191,30 @@ def _attention_backward_queries(
     dq = tl.zeros([BLOCK_M, D], tl.float32)
     for n in range(0, length, BLOCK_N):
         key = n + tl.arange(0, BLOCK_N)
-        k = _tile(base + WIDTH, key, key < length, d, 3 * WIDTH)
-        v = _tile(base + 2 * WIDTH, key, key < length, d, 3 * WIDTH)
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (SCALE * LOG2_E)
-        p = tl.where(key[None, :] < length, tl.exp2(s - log_sum[:, None]), 0.0)
-        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+        k = keys.load([start + n, WIDTH + head * D])
+        v = keys.load([start + n, 2 * WIDTH + head * D])
+        s = tl.dot(q, k.T, input_precision=PRECISION)
+        p = tl.exp2(s * (SCALE * LOG2_E) - log_sum[:, None])
+        p = tl.where(key[None, :] < length, p, 0.0)
+        dp = tl.dot(do, v.T, input_precision=PRECISION)
         if THRESHOLD > 0:
             multiplier, shift = channel_hash((head + first_head) * HEAD_STRIDE + key)
             kept = keep(rows[:, None], multiplier[None, :], shift[None, :], THRESHOLD)
-            dp = tl.where(kept, dp * KEEP_SCALE, 0.0)
+            dp = tl.where(kept, dp, 0.0) * KEEP_SCALE
         ds = (p * (dp - delta[:, None])).to(k.dtype)
         dq = tl.dot(ds, k, dq, input_precision=PRECISION)
     dq *= SCALE
-    target = grad_qkv + start * (3 * WIDTH) + head * D + query[:, None] * (3 * WIDTH) + d[None, :]
+    target = _place(grad_qkv, start, query, head * D, 3 * WIDTH, D)
     tl.store(target, dq.to(q.dtype), mask=valid[:, None])
     if BIAS:
         tile = tl.program_id(1) * tl.num_programs(2) + tl.program_id(2)
-        tl.store(grad_bias + tile * (3 * WIDTH) + head * D + d, tl.sum(dq, 0))
+        tl.store(grad_bias + tile * (3 * WIDTH) + head * D + tl.arange(0, D), tl.sum(dq, 0))
 
 
 @triton.jit(do_not_specialize=["stream", "first_head"])
 def _attention_backward_keys(
-    qkv, cu_seqlens, token_keys, log_sums, grad_out, grad_qkv, grad_bias, deltas, stream, first_head, tokens,
+    queries, keys, grads, cu_seqlens, token_keys, log_sums, grad_qkv, grad_bias, deltas,
+    stream, first_head, tokens,
     SCALE: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BIAS: tl.constexpr, THRESHOLD: tl.constexpr, KEEP_SCALE: tl.constexpr,
     HEAD_STRIDE: tl.constexpr, PRECISION: tl.constexpr,
@@ -218,58 +226,48 @@ def _attention_backward_keys(
     if first >= length:
         return
     WIDTH: tl.constexpr = HEADS * D
-    base = qkv + start * (3 * WIDTH) + head * D
-    d = tl.arange(0, D)
     key = first + tl.arange(0, BLOCK_N)
-    valid = key < length
-    k = _tile(base + WIDTH, key, valid, d, 3 * WIDTH)
-    v = _tile(base + 2 * WIDTH, key, valid, d, 3 * WIDTH)
+    there = key[:, None] < length
+    k = keys.load([start + first, WIDTH + head * D])
+    v = keys.load([start + first, 2 * WIDTH + head * D])
     multiplier, shift = channel_hash((head + first_head) * HEAD_STRIDE + key)
     dk = tl.zeros([BLOCK_N, D], tl.float32)
     dv = tl.zeros([BLOCK_N, D], tl.float32)
     for m in range(0, length, BLOCK_M):
         query = m + tl.arange(0, BLOCK_M)
-        there = query < length
-        q = _tile(base, query, there, d, 3 * WIDTH)
-        do = _tile(grad_out + start * WIDTH + head * D, query, there, d, WIDTH)
+        valid = query < length
+        q = queries.load([start + m, head * D])
+        do = grads.load([start + m, head * D])
         stats = head * tokens + start + query
-        log_sum = tl.load(log_sums + stats, mask=there, other=float("inf"))
-        delta = tl.load(deltas + stats, mask=there, other=0.0)
-        rows = row_hash(tl.load(token_keys + start + query, mask=there, other=0), stream)
-        p, dropped, dp = _transposed(
-            q,
-            k,
-            v,
-            do,
-            log_sum,
-            rows,
-            multiplier,
-            shift,
-            valid,
-            SCALE,
-            THRESHOLD,
-            KEEP_SCALE,
-            PRECISION,
-        )
-        dv = tl.dot(dropped.to(v.dtype), do, dv, input_precision=PRECISION)
-        ds = (p * (dp - delta[None, :])).to(k.dtype)
+        log_sum = tl.load(log_sums + stats, mask=valid, other=float("inf"))
+        delta = tl.load(deltas + stats, mask=valid, other=0.0)
+        rows = row_hash(tl.load(token_keys + start + query, mask=valid, other=0), stream)
+        # Keys past the end spoil only their own rows, which are not stored.
+        p, ds = _gradients(
+            q, k, v, do, log_sum, delta, rows, multiplier, shift, there,
+            SCALE, THRESHOLD, KEEP_SCALE, False, PRECISION,
+        )  # fmt: skip
+        dv = tl.dot(p, do, dv, input_precision=PRECISION)
         dk = tl.dot(ds, q, dk, input_precision=PRECISION)
     dk *= SCALE
-    target = grad_qkv + start * (3 * WIDTH) + head * D + key[:, None] * (3 * WIDTH) + d[None, :]
-    tl.store(target + WIDTH, dk.to(k.dtype), mask=valid[:, None])
-    tl.store(target + 2 * WIDTH, dv.to(k.dtype), mask=valid[:, None])
+    dv = tl.where(there, dv * KEEP_SCALE, 0.0)
+    target = _place(grad_qkv, start, key, head * D, 3 * WIDTH, D)
+    tl.store(target + WIDTH, dk.to(k.dtype), mask=there)
+    tl.store(target + 2 * WIDTH, dv.to(k.dtype), mask=there)
     if BIAS:
         tile = tl.program_id(1) * tl.num_programs(2) + tl.program_id(2)
-        tl.store(grad_bias + tile * (3 * WIDTH) + 2 * WIDTH + head * D + d, tl.sum(dv, 0))
+        tl.store(
+            grad_bias + tile * (3 * WIDTH) + 2 * WIDTH + head * D + tl.arange(0, D), tl.sum(dv, 0)
+        )
 
 
 # Tile sizes and warps, measured on an H100 with heads of 64 (bench/results/speed.md).
 SHORT = 128
-FORWARD_SHORT: dict[str, Any] = {"BLOCK_M": 128, "num_warps": 4, "num_stages": 1}
+FORWARD_SHORT: dict[str, Any] = {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2}
 FORWARD_LONG: dict[str, Any] = {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3}
-BACKWARD_SHORT: dict[str, Any] = {"num_warps": 8, "num_stages": 1}
-QUERIES: dict[str, Any] = {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 2}
-KEYS: dict[str, Any] = {"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 8, "num_stages": 2}
+BACKWARD_SHORT: dict[str, Any] = {"BLOCK_N": 32, "num_warps": 4, "num_stages": 2}
+QUERIES: dict[str, Any] = {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3}
+KEYS: dict[str, Any] = {"BLOCK_M": 32, "BLOCK_N": 128, "num_warps": 4, "num_stages": 3}
 
 
 def _constants(qkv: Tensor, p: float) -> dict[str, Any]:
@@ -285,8 +283,8 @@ def _constants(qkv: Tensor, p: float) -> dict[str, Any]:
     }
 
 
-def _tile_of(max_length: int) -> int:
-    return max(16, triton.next_power_of_2(max_length))
+def _tiles(x: Tensor, rows: int, width: int) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(x.view(x.shape[0], -1), [rows, width])
 
 
 def forward(
@@ -304,17 +302,18 @@ def forward(
     """Returns (out [T, heads * d], base-2 log-sums fp32 [heads, T])."""
     tokens, _, heads, width = qkv.shape
     if max_length <= short:
-        tile = _tile_of(max_length)
-        options = FORWARD_SHORT | {"BLOCK_N": tile} | options
-        options["BLOCK_M"] = min(tile, options["BLOCK_M"])
+        tile = max(16, triton.next_power_of_2(max_length))
+        options = FORWARD_SHORT | options
+        options |= {size: min(tile, options[size]) for size in ("BLOCK_M", "BLOCK_N")}
     else:
         options = FORWARD_LONG | options
+    m, n = options["BLOCK_M"], options["BLOCK_N"]
     out = qkv.new_empty(tokens, heads * width)
     log_sums = torch.empty(heads, tokens, dtype=torch.float32, device=qkv.device)
-    grid = (heads, cu_seqlens.shape[0] - 1, triton.cdiv(max_length, options["BLOCK_M"]))
-    _attention_forward[grid](
-        qkv, cu_seqlens, token_keys, out, log_sums, signed(stream(seed, site)), first_head, tokens,
-        SINGLE=max_length <= options["BLOCK_N"], **_constants(qkv, p), **options,
+    _attention_forward[(heads, cu_seqlens.shape[0] - 1, triton.cdiv(max_length, m))](
+        _tiles(qkv, m, width), _tiles(qkv, n, width), cu_seqlens, token_keys, out, log_sums,
+        signed(stream(seed, site)), first_head, tokens,
+        SINGLE=max_length <= n, **_constants(qkv, p), **options,
     )  # fmt: skip
     return out, log_sums
 
@@ -337,7 +336,7 @@ def backward(
     keys: dict[str, Any] | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns (gradient of qkv, gradient of the bias fp32 [3, heads, d] if `biased`).
+    """Returns (gradient of qkv, partial sums of the bias' fp32 [n, 3, heads, d] if `biased`).
 
     options: of the kernel for short rows; queries, keys: of the two for long rows.
     """
@@ -347,26 +346,35 @@ def backward(
     grad_qkv = torch.empty_like(qkv)
     rest = (signed(stream(seed, site)), first_head, tokens)
     constants = _constants(qkv, p) | {"BIAS": biased}
+
+    def tiles(m: int, n: int) -> tuple[TensorDescriptor, ...]:
+        sizes = ((qkv, m), (qkv, n), (grad_out, m), (out, m))
+        return tuple(_tiles(x, size, width) for x, size in sizes)
+
     if max_length <= short:
+        options = (
+            BACKWARD_SHORT | {"BLOCK_M": max(16, triton.next_power_of_2(max_length))} | options
+        )
+        options["BLOCK_N"] = min(options["BLOCK_M"], options["BLOCK_N"])
         partial = torch.zeros(rows if biased else 0, 3, heads, width, **fp32)
         _attention_backward[(heads, rows)](
-            qkv, cu_seqlens, token_keys, log_sums, grad_out, grad_qkv, partial, *rest,
-            BLOCK=_tile_of(max_length), **constants, **(BACKWARD_SHORT | options),
+            *tiles(options["BLOCK_M"], options["BLOCK_N"]), cu_seqlens, token_keys, log_sums,
+            grad_qkv, partial, *rest, **constants, **options,
         )  # fmt: skip
-        return grad_qkv, partial.sum(0) if biased else None
+        return grad_qkv, partial if biased else None
     queries, keys = QUERIES | (queries or {}), KEYS | (keys or {})
-    tiles = [triton.cdiv(max_length, queries["BLOCK_M"]), triton.cdiv(max_length, keys["BLOCK_N"])]
+    counts = [triton.cdiv(max_length, queries["BLOCK_M"]), triton.cdiv(max_length, keys["BLOCK_N"])]
     deltas = torch.empty_like(log_sums)
-    partial = torch.zeros(rows * max(tiles) if biased else 0, 3, heads, width, **fp32)
-    _attention_backward_queries[(heads, rows, tiles[0])](
-        qkv, cu_seqlens, token_keys, out, log_sums, grad_out, grad_qkv, partial, deltas, *rest,
-        **constants, **queries,
+    partial = torch.zeros(rows * max(counts) if biased else 0, 3, heads, width, **fp32)
+    _attention_backward_queries[(heads, rows, counts[0])](
+        *tiles(queries["BLOCK_M"], queries["BLOCK_N"]), cu_seqlens, token_keys, log_sums,
+        grad_qkv, partial, deltas, *rest, **constants, **queries,
     )  # fmt: skip
-    _attention_backward_keys[(heads, rows, tiles[1])](
-        qkv, cu_seqlens, token_keys, log_sums, grad_out, grad_qkv, partial, deltas, *rest,
-        **constants, **keys,
+    _attention_backward_keys[(heads, rows, counts[1])](
+        *tiles(keys["BLOCK_M"], keys["BLOCK_N"])[:3], cu_seqlens, token_keys, log_sums,
+        grad_qkv, partial, deltas, *rest, **constants, **keys,
     )  # fmt: skip
-    return grad_qkv, partial.sum(0) if biased else None
+    return grad_qkv, partial if biased else None
 
 
 class _Attention(torch.autograd.Function):
@@ -375,19 +383,22 @@ class _Attention(torch.autograd.Function):
         rest = (p, site, seed, first_head)
         out, log_sums = forward(qkv, cu_seqlens, max_length, token_keys, *rest)
         ctx.save_for_backward(qkv, cu_seqlens, token_keys, out, log_sums)
-        ctx.rest, ctx.max_length = rest, max_length
-        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.rest, ctx.max_length, ctx.bias = rest, max_length, bias
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_out):
         qkv, *saved = ctx.saved_tensors
-        biased = ctx.bias_dtype is not None
-        grad_qkv, grad_bias = backward(
-            grad_out.contiguous(), qkv, biased, saved[0], ctx.max_length, *saved[1:], *ctx.rest
+        grad_qkv, partial = backward(
+            grad_out.contiguous(),
+            qkv,
+            ctx.bias is not None,
+            saved[0],
+            ctx.max_length,
+            *saved[1:],
+            *ctx.rest,
         )
-        if grad_bias is not None:
-            grad_bias = grad_bias.to(ctx.bias_dtype)
+        (grad_bias,) = collect(partial, ctx.bias)
         return grad_qkv, grad_bias, *(None,) * 7
 
 

@@ -12,15 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-
-def _weight_gradient(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
-    """grad^T x: added to weight.main_grad if there is one (then None), else returned."""
-    main = getattr(weight, "main_grad", None)
-    if main is None or main.dtype != torch.float32 or x.dtype == torch.float32:
-        return grad.t() @ x
-    torch.addmm(main, grad.t(), x, out_dtype=torch.float32, out=main)
-    weight.main_grad_arrived()  # type: ignore[attr-defined]
-    return None
+from pretrain.kernels.triton_gradients import weight_gradient
 
 
 class _Linear(torch.autograd.Function):
@@ -39,7 +31,7 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             # `beside` has been used up by everything else when this runs: it is ours to overwrite.
             grad_x = grad @ weight if beside is None else beside.addmm_(grad, weight)
-        grad_weight = _weight_gradient(weight, grad, x) if ctx.needs_input_grad[1] else None
+        grad_weight = weight_gradient(weight, grad, x) if ctx.needs_input_grad[1] else None
         return grad_x, grad_weight, grad.sum(0) if ctx.has_bias else None, None
 
 

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from pretrain.kernels.hashing import keep_scale, signed, stream, threshold
+from pretrain.kernels.triton_gradients import collect
 from pretrain.kernels.triton_hash import channel_hash, keep, row_hash
 
 Tensor = torch.Tensor
@@ -88,7 +89,7 @@ def _norm_backward(
         tl.store(grad_x + offset, dz.to(grad_x.dtype.element_ty), mask=valid)
         if BIAS:
             sum_b += dz
-    target = partial + tl.program_id(0) * (3 * H) + column
+    target = partial + tl.program_id(0) * ((3 if BIAS else 2) * H) + column
     tl.store(target, sum_w, mask=valid)
     tl.store(target + H, sum_nb, mask=valid)
     if BIAS:
@@ -118,17 +119,25 @@ class _Norm(torch.autograd.Function):
             THRESHOLD=threshold(p), KEEP_SCALE=keep_scale(p), num_warps=max(1, min(8, block // 256)),
         )  # fmt: skip
         ctx.save_for_backward(summed, weight, means, scales, token_keys)
-        ctx.rest = (salt, p, bias, norm_bias.dtype, residual is not None)
+        ctx.parameters = (weight, norm_bias, bias)
+        ctx.rest = (salt, p, residual is not None)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad):
         summed, weight, means, scales, token_keys = ctx.saved_tensors
-        salt, p, bias, norm_bias_dtype, has_residual = ctx.rest
+        salt, p, has_residual = ctx.rest
+        bias = ctx.parameters[2]
         tokens, hidden = summed.shape
         block = triton.next_power_of_2(hidden)
         programs = _programs(summed.device, 8)
-        partial = torch.empty(programs, 3, hidden, dtype=torch.float32, device=summed.device)
+        partial = torch.empty(
+            programs,
+            3 if bias is not None else 2,
+            hidden,
+            dtype=torch.float32,
+            device=summed.device,
+        )
         grad_x = torch.empty_like(summed)
         grad_residual = torch.empty_like(summed) if p > 0 else grad_x
         _norm_backward[(programs,)](
@@ -137,15 +146,9 @@ class _Norm(torch.autograd.Function):
             H=hidden, BLOCK=block, BIAS=bias is not None, THRESHOLD=threshold(p),
             KEEP_SCALE=keep_scale(p), num_warps=max(1, min(8, block // 1024)),
         )  # fmt: skip
-        sums = partial[:, : 2 if bias is None else 3].sum(0)
-        return (
-            grad_x,
-            None if bias is None else sums[2].to(bias.dtype),
-            grad_residual if has_residual else None,
-            sums[0].to(weight.dtype),
-            sums[1].to(norm_bias_dtype),
-            *(None,) * 5,
-        )
+        grad_weight, grad_norm_bias, grad_bias = collect(partial, *ctx.parameters)
+        grads = (grad_x, grad_bias, grad_residual if has_residual else None)
+        return *grads, grad_weight, grad_norm_bias, *(None,) * 5
 
 
 def bias_dropout_add_norm(x, bias, residual, weight, norm_bias, eps, p, token_keys, site, seed):
@@ -229,6 +232,7 @@ class _BiasGelu(torch.autograd.Function):
         grid = (triton.cdiv(tokens, 2), triton.cdiv(channels, 1024))
         _gelu_forward[grid](x, bias, y, tokens, C=channels, ROWS=2, BLOCK=1024, num_warps=4)
         ctx.save_for_backward(x, bias)
+        ctx.bias = bias
         return y
 
     @staticmethod
@@ -243,7 +247,7 @@ class _BiasGelu(torch.autograd.Function):
             grad.contiguous(), x, bias, grad_x, partial, tokens, each,
             C=channels, ROWS=2, BLOCK=1024, num_warps=4,
         )  # fmt: skip
-        return grad_x, partial.sum(0).to(bias.dtype)
+        return grad_x, *collect(partial, ctx.bias)
 
 
 def bias_gelu(x, bias):

@@ -95,7 +95,7 @@ class SelfAttention(nn.Module):
             self.index * 4,
             s.seed,
             s.layers.rank * self.heads,
-            self.qkv.bias.view(3, self.heads, size),
+            self.qkv.bias,
         )
         return heads, x
 

@@ -1,0 +1,226 @@
+"""Training steps on one GPU against Hugging Face and against what the card can do.
+
+    python -m bench.step [--json] [--shards FOLDER ...] [--skip hf,packed,budget,fp16,fp8]
+
+In one run on one card: ceilings (matmul 8192^3 in bf16 and fp8, BERT-large's own shapes, copy);
+transformers' BertForPreTraining, bf16 autocast, eager and compiled, dense, fused AdamW; ours in
+each precision. A step is 8 micro-batches of 32768 tokens and one update, at (length 128, 20
+masked) and (512, 80 masked). Then packed real rows (shard folders) against the same rows padded,
+and a time budget per kernel group. Rates count model FLOP (configs.model.model_flops): padding,
+recomputation and work that is left out earn nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench import harness as h
+from configs.model import ModelConfig
+
+TOKENS = 32768
+SIZES = ((128, 20), (512, 80))
+SHAPES = {"qkv": (3072, 1024), "out": (1024, 1024), "fc1": (4096, 1024), "fc2": (1024, 4096)}
+
+
+def ceilings() -> dict[str, Any]:
+    # A second of load first: the clock that a step of a second gets.
+    peak = h.matmul_rate(8192, 8192, 8192, 100, 500)
+    rates = {"bf16_8192": peak, "bf16_8192_burst": 0.0, "copy_tb_s": h.copy_rate()}
+    time.sleep(2)
+    rates["bf16_8192_burst"] = h.matmul_rate(8192, 8192, 8192)
+    rates["fp8_8192"] = h.fp8_rate(8192, 8192, 8192)
+    for name, (out, inner) in SHAPES.items():
+        rates[f"bf16_{name}"] = h.matmul_rate(TOKENS, out, inner)
+        rates[f"fp8_{name}"] = h.fp8_rate(TOKENS, out, inner)
+    return rates
+
+
+def row(name: str, length: int, config: ModelConfig, ms: float, peak: float, memory: float) -> dict:
+    micros = [h.fixed_rows(length, dict(SIZES)[length], TOKENS, device="cpu")]
+    rate = h.flops(config, micros) * h.MICRO_BATCHES / ms * 1e-9
+    rows = TOKENS // length * h.MICRO_BATCHES
+    return {
+        "what": name,
+        "length": length,
+        "ms": round(ms, 1),
+        "rows_per_s": round(rows / ms * 1e3),
+        "tflops": round(rate, 1),
+        "share": round(rate / peak, 3),
+        "memory_gb": round(memory / 2**30, 1),
+    }
+
+
+def clear() -> None:
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+
+
+def hugging_face(
+    config: ModelConfig, length: int, masked: int, compiled: bool
+) -> tuple[float, float]:
+    """(ms a step, peak bytes) of transformers' BertForPreTraining as people train it."""
+    from transformers import BertConfig, BertForPreTraining
+
+    shape = BertConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        intermediate_size=config.intermediate_size,
+    )
+    shape._attn_implementation = "sdpa"
+    model = BertForPreTraining(shape).cuda().train()
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    run = torch.compile(model) if compiled else model
+    micro = h.fixed_rows(length, masked, TOKENS)
+    ids = micro.input_ids.view(-1, length)
+    labels = torch.full_like(micro.input_ids, -100)
+    labels[micro.masked_positions] = micro.masked_labels
+    inputs = {
+        "input_ids": ids,
+        "token_type_ids": micro.token_type_ids.view(-1, length),
+        "labels": labels.view(-1, length),
+        "next_sentence_label": micro.next_sentence_labels,
+    }
+
+    def step() -> None:
+        for _ in range(h.MICRO_BATCHES):
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = run(**inputs).loss / h.MICRO_BATCHES
+            loss.backward()
+        optimiser.step()
+        optimiser.zero_grad()
+
+    ms = h.median_ms(step, 3, 2)
+    return ms, torch.cuda.max_memory_allocated()
+
+
+def ours(
+    precision: str, length: int, masked: int, dropout: float = 0.1, recorded: bool = True
+) -> dict:
+    """ms a step, the first step's seconds (compilation) and loss, peak bytes."""
+    config = h.large()
+    config.hidden_dropout = config.attention_dropout = dropout
+    micros = [h.fixed_rows(length, masked, TOKENS, seed=i) for i in range(h.MICRO_BATCHES)]
+    training = h.Training(config, precision, recorded=recorded)
+    start = time.time()
+    loss = float(training.step(micros))
+    first = time.time() - start
+    ms = h.median_ms(lambda: training.step(micros), 4, 1)
+    return {"ms": ms, "loss": loss, "first_s": first, "memory": torch.cuda.max_memory_allocated()}
+
+
+def packed(folder: Path) -> dict[str, Any]:
+    """Real tokens a second of a shard folder's rows, packed and padded to the set's length."""
+    from configs.schema import MaskingConfig, PhaseConfig
+    from data_prep.shards import open_shards
+    from pretrain.data.batches import Batches
+
+    shards = open_shards(folder)
+    fill = float(shards.lengths[:].mean()) / shards.max_length
+    rows = min(shards.num_rows, int(TOKENS * h.MICRO_BATCHES / (fill * shards.max_length)))
+    phase = PhaseConfig(global_batch=rows, steps=10)
+    batches = Batches(shards, phase, 0, MaskingConfig(), 1, 0, 1, TOKENS, torch.device("cuda"))
+    batch = batches.update(0)
+    batches.close()
+    training = h.Training(h.large(), "bf16")
+    ms = h.median_ms(lambda: training.accumulate(batch.micros), 3, 2)
+    dense = [h.fixed_rows(shards.max_length, shards.mask_cap, TOKENS, seed=i) for i in range(4)]
+    padded = h.median_ms(lambda: training.accumulate(dense), 3, 2)
+    rate = batch.tokens_total / ms
+    padded_rate = fill * TOKENS * len(dense) / padded
+    return {
+        "set": folder.name,
+        "length": shards.max_length,
+        "fill": round(fill, 4),
+        "waste": round(batch.waste, 4),
+        "packed_tokens_s": round(rate * 1e3),
+        "padded_tokens_s": round(padded_rate * 1e3),
+        "gain": round(rate / padded_rate, 3),
+        "goal": round(0.95 / fill, 3),
+        "micro_batches": len(batch.micros),
+    }
+
+
+def time_budget(length: int, masked: int) -> dict[str, float]:
+    """ms a micro-batch of each kernel group, and the update's."""
+    micro = h.fixed_rows(length, masked, TOKENS)
+    training = h.Training(h.large(), "bf16")
+    training.step([micro, micro])
+    groups, _ = h.budget(lambda: training.accumulate([micro]))
+    update, _ = h.budget(lambda: training.engine.step(1e-4))
+    groups["update"] = sum(update.values())
+    return {name: round(ms, 2) for name, ms in groups.items()}
+
+
+def run(skip: set[str], folders: list[Path]) -> dict[str, Any]:
+    config, rows = h.large(), []
+    result: dict[str, Any] = {**h.stamp(), "ceilings": ceilings()}
+    peak = result["ceilings"]["bf16_8192"]
+    print({k: round(v, 2) for k, v in result["ceilings"].items()}, flush=True)
+
+    def add(entry: dict[str, Any]) -> None:
+        rows.append(entry)
+        print(entry, flush=True)
+
+    base: dict[int, float] = {}
+    for length, masked in SIZES:
+        for compiled in () if "hf" in skip else (False, True):
+            clear()
+            ms, memory = hugging_face(config, length, masked, compiled)
+            base[length] = ms
+            name = "HF compiled" if compiled else "HF eager"
+            add(row(name, length, config, ms, peak, memory))
+            torch._dynamo.reset()
+    kinds = [("bf16", 0.1), ("bf16", 0.0), ("fp16", 0.1), ("fp8", 0.1)]
+    for precision, dropout in kinds:
+        if precision in skip:
+            continue
+        for length, masked in SIZES:
+            clear()
+            got = ours(precision, length, masked, dropout)
+            name = precision if dropout else f"{precision}, no dropout"
+            entry = row(name, length, config, got["ms"], peak, got["memory"])
+            entry |= {"loss": round(got["loss"], 4), "first_step_s": round(got["first_s"], 1)}
+            if length in base:
+                entry["times_hf_compiled"] = round(base[length] / got["ms"], 2)
+            add(entry)
+    result["steps"] = rows
+    if "packed" not in skip:
+        result["packed"] = []
+        for folder in folders:
+            clear()
+            result["packed"].append(packed(folder))
+            print(result["packed"][-1], flush=True)
+    if "budget" not in skip:
+        clear()
+        result["budget_ms"] = {length: time_budget(length, masked) for length, masked in SIZES}
+        print(result["budget_ms"], flush=True)
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON line last")
+    parser.add_argument("--skip", default="", help="parts to leave out: hf,packed,budget,fp16,fp8")
+    parser.add_argument("--shards", type=Path, nargs="*", default=[], help="shard folders to pack")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("bench.step needs a CUDA GPU; `make bench-optimizer` runs on a CPU too")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    result = run(set(filter(None, options.skip.split(","))), options.shards)
+    if options.json:
+        h.emit(result)
+
+
+if __name__ == "__main__":
+    main()
