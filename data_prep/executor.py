@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing import connection, get_context, parent_process
@@ -255,6 +256,7 @@ class Mpi(Executor):
     def abort(self, error: BaseException) -> None:
         """Ends every rank: a collective the others wait in would never return."""
         print(f"error (rank {self.rank}): {error}", file=sys.stderr, flush=True)
+        time.sleep(0.5)  # srun loses the line when the step ends at the same moment
         user = isinstance(error, UserError) and not isinstance(error, TaskFailed)
         self.comm.Abort(2 if user else FAILED)
 
