@@ -138,8 +138,9 @@ class DeepSpeedEngine(Engine):
         self.engine.step()
         update = bridge.update
         if update is None:  # DeepSpeed found an overflow and did not call the optimiser
-            decide(math.inf)
-            update = Update(math.inf, None, True)
+            norm = torch.full((), math.inf, device=self.shard.master.device)
+            decide(norm)
+            update = Update(norm, None, True)
         if self.scaler:
             self.scaler.update(update.skipped)
         return update

@@ -117,11 +117,12 @@ class Trainer:
         for number, micro in enumerate(batch.micros):
             sums += run.micro(micro, batch, last=number == len(batch.micros) - 1)
             run.watchdog.beat("forward")
-        values = self.agree(sums, batch)
         step = run.step + 1
+        values: dict[str, float] = {}
 
-        def decide(grad_norm: float) -> bool:
-            apply, odd = self.guard.check(step, values["loss"], grad_norm)
+        def decide(grad_norm: Tensor) -> bool:
+            values.update(self.agree(sums, batch, grad_norm))
+            apply, odd = self.guard.check(step, values["loss"], values["grad_norm"])
             if odd:
                 run.telemetry.event(step, odd)
                 run.say(odd)
@@ -136,7 +137,7 @@ class Trainer:
         self.budget.add(seconds)
         run.telemetry.update(step, values, batch, seconds, waited)
 
-    def agree(self, sums: Tensor, batch: GlobalBatch) -> dict[str, float]:
+    def agree(self, sums: Tensor, batch: GlobalBatch, grad_norm: Tensor) -> dict[str, float]:
         """Losses and accuracies of the whole global batch, whether any rank was told to stop, and
         the time spent: one small collective and one transfer to the host an update."""
         clock = self.budget.clock if self.plan.rank == 0 else 0.0
@@ -144,7 +145,8 @@ class Trainer:
         vector = torch.cat([sums.double(), more.to(sums.device)])
         if self.plan.world > 1:
             dist.all_reduce(vector)
-        mlm, nsp, mlm_right, nsp_right, told, self.budget.spent = vector.tolist()
+        vector = torch.cat([vector, grad_norm.double().view(1)])  # equal on all ranks already
+        mlm, nsp, mlm_right, nsp_right, told, self.budget.spent, norm = vector.tolist()
         self.stopping = told > 0
         # Tensor-parallel ranks hold equal sums, so the world's sum has each one tp times.
         masked, rows = batch.masked_total * self.plan.tp, batch.rows_total * self.plan.tp
@@ -154,10 +156,11 @@ class Trainer:
             "nsp_loss": nsp / rows,
             "mlm_accuracy": mlm_right / masked,
             "nsp_accuracy": nsp_right / rows,
+            "grad_norm": norm,
         }
 
     def figures(self, result: Update, lr: float) -> dict[str, float]:
-        out = {"lr": lr, "grad_norm": result.grad_norm, "skipped": float(result.skipped)}
+        out = {"lr": lr, "skipped": float(result.skipped)}
         if self.run.engine.scaler:
             out["loss_scale"] = self.run.engine.loss_scale
         if result.ratios is not None:

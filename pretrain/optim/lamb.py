@@ -23,7 +23,8 @@ from pretrain.parallel.groups import Groups
 from pretrain.parallel.pieces import Piece
 from pretrain.parallel.slices import Shard
 
-Decide = Callable[[float], bool]
+# Told the global gradient norm (a scalar on the device): apply the update? Alike on all ranks.
+Decide = Callable[[Any], bool]
 
 
 @dataclass
@@ -31,7 +32,7 @@ class Update:
     """What an update did. grad_norm: global, before it was limited; ratios: one per piece, on the
     device (None when skipped). skipped: `decide` said no and nothing was changed."""
 
-    grad_norm: float
+    grad_norm: Tensor
     ratios: Tensor | None
     skipped: bool
 
@@ -79,16 +80,16 @@ class Lamb:
         Args:
             grad: flat, laid out as the shard. grad_scale: it is multiplied by this first (1 / loss
                 scale). low: flat low-precision copy of the masters that is written as well.
-            decide: told the global gradient norm, says whether to apply the update.
+            decide: told the global gradient norm, says whether to apply the update. What it fetches
+                to the host is the one wait for the device in an update.
         """
         c, shard = self.config, self.shard
         self._agree_on_replicas(grad)
         norm = self._global_norm(grad) * grad_scale
         limit = norm / c.max_grad_norm if c.max_grad_norm > 0 else torch.zeros_like(norm)
         multiplier = grad_scale / limit.clamp(min=1.0)
-        grad_norm = norm.item()
-        if not decide(grad_norm):
-            return Update(grad_norm, None, True)
+        if not decide(norm):
+            return Update(norm, None, True)
         self.steps += 1
         corrections = {
             "correction1": 1 - c.beta1**self.steps if c.bias_correction else 1.0,
@@ -109,7 +110,7 @@ class Lamb:
         self.kernels.lamb_apply(
             shard.master, *state, ratios[self._piece_of], lr=lr, eps=c.eps, low=low, **corrections
         )
-        return Update(grad_norm, ratios, False)
+        return Update(norm, ratios, False)
 
     def _agree_on_replicas(self, grad: Tensor) -> None:
         """One gradient for the copies of a replicated tensor: the sum where each rank saw its own

@@ -54,9 +54,9 @@ class WholeTensorLamb(Lamb):
         low: Tensor | None = None,
         decide: Decide = math.isfinite,
     ) -> Update:
-        grad_norm = (self._global_norm(grad) * grad_scale).item()
-        if not decide(grad_norm):
-            return Update(grad_norm, None, True)
+        norm = self._global_norm(grad) * grad_scale
+        if not decide(norm):
+            return Update(norm, None, True)
         self.steps += 1
         ratios = None
         if self.reference:
@@ -69,7 +69,7 @@ class WholeTensorLamb(Lamb):
             )
         else:
             limit = self.config.max_grad_norm
-            shrink = max(1.0, grad_norm / limit) if limit > 0 else 1.0
+            shrink = max(1.0, norm.item() / limit) if limit > 0 else 1.0
             grad.mul_(grad_scale / shrink)
             for group in self.optimizer.param_groups:
                 group["lr"], group["step"] = lr, self.steps - 1  # apex counts per group
@@ -79,7 +79,7 @@ class WholeTensorLamb(Lamb):
             self.optimizer.step()
         if low is not None:
             low.copy_(self.shard.master)
-        return Update(grad_norm, ratios, False)
+        return Update(norm, ratios, False)
 
     def _reference(self) -> ReferenceLamb:
         slices, shard = self.shard.slices, self.shard

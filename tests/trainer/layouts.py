@@ -197,7 +197,7 @@ def train(
             dist.all_reduce(total, group=groups.dp_group)
         result = engine.step(LR)
         losses.append(total.item())
-        norms.append(result.grad_norm)
+        norms.append(float(result.grad_norm))
     return losses, norms, engine
 
 

@@ -169,6 +169,19 @@ def test_saves_from_any_layout(layout, tmp_path):
             assert torch.equal(tensor, value(kind, name, tensor.shape)), (kind, name)
 
 
+@pytest.mark.parametrize("dp", [4, 16])
+def test_b43_eight_data_parallel_ranks_go_on_as_four_or_sixteen(dp, tmp_path):
+    """Masters and moments; that rows go on the same is tested with whole runs."""
+    engines = ranks(1, 8, 1)
+    for engine in engines:
+        fill(engine)
+    save(tmp_path, engines, 2)
+    for engine in ranks(1, dp, 1):
+        with Reader(latest(tmp_path)) as reader:
+            load_shard(reader, engine.shard)
+        check(engine)
+
+
 def check(engine: LeanEngine) -> None:
     for s in engine.shard.slices:
         for kind in KINDS:

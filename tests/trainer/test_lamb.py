@@ -109,7 +109,7 @@ def test_production_equals_the_reference(options):
         norm = reference.step(grads, 0.02)
         scaled = {k: v * 64 for k, v in grads.items()}
         update = lamb.step(flatten(shard, scaled), 0.02, grad_scale=1 / 64)
-        assert update.grad_norm == pytest.approx(norm, rel=1e-5)
+        assert float(update.grad_norm) == pytest.approx(norm, rel=1e-5)
         ratios = dict(zip((p.name for p in pieces), update.ratios.tolist()))
         assert ratios == pytest.approx(reference.ratios, rel=1e-4)
     for name, value in logical(shard, tensors).items():

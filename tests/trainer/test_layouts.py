@@ -76,5 +76,22 @@ def test_low_precision_tracks_the_reference(layout, results, expected):
     assert worst(tensors, expected[2])[0] < close, worst(tensors, expected[2])
 
 
+@pytest.mark.slow
+def test_eight_ranks_equal_the_reference(expected):
+    layouts = [
+        Layout(4, 2, 1, 4, "deepspeed"),
+        Layout(4, 2, 1, 1, "lean", sequence=True),
+        Layout(2, 4, 2, 1, "deepspeed"),
+        Layout(1, 8, 1, 1, "lean"),
+        Layout(1, 8, 0, 1, "lean"),
+    ]
+    results = world(8, "tests.trainer.layouts:run_all", layouts, timeout=1200)[0]
+    for layout in layouts:
+        losses, norms, tensors = results[str(layout)]
+        assert losses == pytest.approx(expected[0], abs=1e-5), layout
+        assert norms == pytest.approx(expected[1], rel=1e-5), layout
+        assert worst(tensors, expected[2])[0] <= 1e-5, layout
+
+
 def test_clipping_is_active(expected):
     assert min(expected[1]) > 1.0, "the limit of the norm must have been felt, or B37 shows nothing"

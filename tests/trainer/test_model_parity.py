@@ -154,3 +154,40 @@ def test_initial_values_are_truncated_normal_and_seeded_by_name():
     assert not words[config.vocab_size :].any()
     queries = [p.view(p.param.view(-1)) for p in pieces if "query.weight" in p.name]
     assert not torch.equal(queries[0], queries[1])
+
+
+def test_real_weights_give_the_same_states_and_gradients(minilm):
+    """The 6-layer encoder of a published package, 1e-4 on hidden states and gradients."""
+    hf = transformers.BertModel.from_pretrained(minilm).eval()
+    c = hf.config
+    config = tiny_config(
+        vocab_size=c.vocab_size,
+        hidden_size=c.hidden_size,
+        num_layers=c.num_hidden_layers,
+        num_heads=c.num_attention_heads,
+        intermediate_size=c.intermediate_size,
+        max_position_embeddings=c.max_position_embeddings,
+    )
+    model, pieces = build(config)
+    names = {f"bert.{name}": p for name, p in hf.named_parameters()}
+    encoder = [p for p in pieces if p.name.startswith("bert.")]
+    assert {p.name for p in encoder} == set(names)
+    copy_weights(encoder, names)
+    rows = random_rows(5, config, seed=9)
+    micro, inputs = pack(rows), padded_inputs(rows)
+    real = inputs["attention_mask"].bool()
+    theirs = hf(**inputs, output_hidden_states=True)
+    ours = model.eval().states(micro)
+    for a, b in zip(ours, theirs.hidden_states):
+        assert (a[: micro.tokens] - b[real]).abs().max() < 1e-4
+    direction = torch.randn(
+        micro.tokens, config.hidden_size, generator=torch.Generator().manual_seed(1)
+    )
+    (ours[-1][: micro.tokens] * direction).sum().div(100).backward()
+    (theirs.last_hidden_state[real] * direction).sum().div(100).backward()
+    for piece in encoder:
+        if "pooler" in piece.name or "key.bias" in piece.name:
+            continue
+        grad = piece.view(piece.param.grad.view(-1))
+        theirs_index, ours_index = piece.clip(grad)
+        assert relative(grad[ours_index], names[piece.name].grad[theirs_index]) < 1e-4, piece.name

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from cluster.environment import free_port
 from pretrain.checkpoint import latest
 from pretrain.checkpoint.folder import checkpoints
 from tests.trainer.launch import REPO
@@ -212,17 +213,10 @@ def by_launcher(run: Path, *command: str) -> dict[int, float]:
 def test_the_launchers_give_identical_losses(whole, tmp_path):
     """python and torchrun with one process; torchrun and deepspeed with two."""
     tools = Path(sys.executable).parent
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--master-port=0",
-        "--nproc-per-node",
-    ]
+    port = f"--master-port={free_port()}"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", port, "--nproc-per-node"]
     one = by_launcher(fresh(whole, tmp_path / "a"), *torchrun, "1", "-m", "pretrain", "train")
     assert one == {k: v for k, v in losses(whole).items() if k <= 6}
-    from cluster.environment import free_port
-
     two = by_launcher(fresh(whole, tmp_path / "b"), *torchrun, "2", "-m", "pretrain", "train")
     deepspeed = [sys.executable, str(tools / "deepspeed"), f"--master_port={free_port()}"]
     three = by_launcher(

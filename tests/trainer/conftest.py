@@ -1,0 +1,3 @@
+from tests.convert.conftest import minilm
+
+__all__ = ["minilm"]
