@@ -317,6 +317,31 @@ def test_b19_one_failing_rank_ends_the_job(
 
 @needs_mpi
 @pytest.mark.mpi
+def test_a_killed_rank_ends_the_job_and_processes_finish_it(
+    corpus: Path, repo: Path, expected: dict[str, str]
+) -> None:
+    """kill -9 of one rank: the others end too; the build goes on without MPI to the same bytes."""
+    work = vocab(corpus, repo, "rank-killed")
+    arguments = command(corpus, f"work_dir={work}", "prep.executor=mpi")
+    environment = {**os.environ, **MPI_AS_ROOT, "PYTHONPATH": str(repo), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        ["mpirun", "-n", "3", "--oversubscribe", *arguments], cwd=repo, env=environment,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    while process.poll() is None and not list(work.rglob("unit-*.arrays")):
+        time.sleep(0.002)
+    tasks = Path(f"/proc/{process.pid}/task").glob("*/children")
+    ranks = [int(pid) for task in tasks for pid in task.read_text().split()]
+    os.kill(ranks[-1], signal.SIGKILL)
+    process.wait(timeout=60)
+    assert process.returncode != 0
+    result = run(command(corpus, f"work_dir={work}", "prep.workers=2"), repo)
+    assert result.returncode == 0, result.stderr
+    assert tree(work / "shards") == expected
+
+
+@needs_mpi
+@pytest.mark.mpi
 def test_a_users_mistake_under_mpi_is_said_once(corpus: Path, repo: Path) -> None:
     work = vocab(corpus, repo, "mistake")
     arguments = command(corpus, f"work_dir={work}", "prep.executor=mpi", "prep.held_out=3")
