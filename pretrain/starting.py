@@ -25,6 +25,7 @@ from pretrain.engine import Engine, LeanEngine
 from pretrain.evaluation import Evaluator, unigram
 from pretrain.micro import Micro, RecordedMicro
 from pretrain.model import build
+from pretrain.model.init import start_at_unigram
 from pretrain.parallel.groups import Groups, make_groups
 from pretrain.telemetry import Telemetry
 from pretrain.watchdog import Watchdog, connect
@@ -103,6 +104,8 @@ def _assemble(plan: Plan, device: torch.device, watchdog: Watchdog) -> Run:
         recompute=recipe.parallel.activation_checkpointing,
         init=plan.newest == 0,
     )
+    if recipe.train.unigram_bias and plan.newest == 0:
+        start_at_unigram(pieces, unigram(plan.shards[recipe.phases[0].shards]))
     engine = _engine_class(plan)(recipe, model, pieces, groups, kernels, device)
     engine.model.train()
     recorded = recipe.train.compile and is_fused(kernels) and isinstance(engine, LeanEngine)

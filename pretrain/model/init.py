@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from hashlib import sha256
 
+import numpy as np
 import torch
 
 from pretrain.parallel.pieces import Piece
@@ -27,3 +28,21 @@ def initialise(pieces: Iterable[Piece], std: float, seed: int) -> None:
         torch.nn.init.trunc_normal_(full, 0.0, std, -2 * std, 2 * std, generator)
         theirs, ours = piece.clip(block)
         block[ours] = full[theirs].to(block.device, block.dtype)
+
+
+@torch.no_grad()
+def start_at_unigram(pieces: Iterable[Piece], log_probabilities: np.ndarray) -> None:
+    """Sets the bias of the MLM head to these log probabilities, less their mean (which the softmax
+    does not see, and LAMB's trust ratio should not); tokens that never occur get the lowest.
+
+    Args:
+        log_probabilities: [vocab_size], -inf allowed; see `pretrain.evaluation.unigram`.
+    """
+    finite = np.isfinite(log_probabilities)
+    values = np.where(finite, log_probabilities, log_probabilities[finite].min())
+    bias = torch.from_numpy(values - values.mean())
+    for piece in pieces:
+        if piece.name == "cls.predictions.bias":
+            block = piece.view(piece.param.view(-1))
+            theirs, ours = piece.clip(block)
+            block[ours] = bias[theirs].to(block.device, block.dtype)
