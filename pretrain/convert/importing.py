@@ -79,7 +79,11 @@ def import_model(
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m pretrain import", description=__doc__)
     add = parser.add_argument
-    add("source", metavar="SOURCE", help="HF folder, TensorFlow prefix, or .pt of NVIDIA's BERT")
+    add(
+        "source",
+        metavar="SOURCE",
+        help="HF folder or hub name, TensorFlow prefix, or .pt of NVIDIA's BERT",
+    )
     add("out", metavar="OUT", help="the work_dir to make")
     add("--vocab", default="", help="vocab.txt or tokenizer folder, where none lies beside SOURCE")
     add("--trim-vocab", action="store_true", help="cut embedding rows beyond the tokenizer")

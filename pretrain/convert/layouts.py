@@ -13,7 +13,7 @@ from pretrain.convert.vocabulary import tokenizer_size
 
 _TORCH_FILES = (".pt", ".pth", ".bin")
 _HELP = (
-    "expected a Hugging Face folder, a TensorFlow checkpoint prefix, or a .pt file of"
+    "expected a Hugging Face folder or hub name, a TensorFlow checkpoint prefix, or a .pt file of"
     " NVIDIA DeepLearningExamples"
 )
 
@@ -71,4 +71,22 @@ def _read(path: Path, vocab: Path | None) -> SourceModel:
         source = read_nvidia(path, tokenizer_size(vocab or beside))
         source.tokenizer = beside if beside.is_file() else None
         return source
+    if not path.exists() and len(path.parts) == 2 and not path.is_absolute() and not path.suffix:
+        return read_hf(_download(str(path)))
     raise UserError(f"{path}: {'unknown layout' if path.exists() else 'no such file'}", _HELP)
+
+
+def _download(name: str) -> Path:
+    """The files of a hub model, safetensors where it has them; UserError without such a model."""
+    from huggingface_hub import HfApi, snapshot_download
+
+    try:
+        files = HfApi().list_repo_files(name)
+        weights = (
+            "*.safetensors*" if any(".safetensors" in f for f in files) else "pytorch_model*.bin*"
+        )
+        return Path(snapshot_download(name, allow_patterns=["*.json", "vocab.txt", weights]))
+    except Exception as error:  # the hub client raises a dozen kinds, all of which mean this
+        raise UserError(
+            f"{name}: neither a path here nor a model of the hub ({type(error).__name__})", _HELP
+        ) from None

@@ -342,3 +342,10 @@ def test_trim_vocab_cuts_padding_that_no_layout_mentions(
     got = read_foreign(hf_folder, trim=True)
     assert got.config.vocab_size == 27
     assert all(torch.equal(got.tensors[name], wanted[name]) for name in wanted)
+
+
+def test_a_name_that_is_neither_path_nor_hub_model_is_refused(tmp_path: Path) -> None:
+    """Offline (HF_HUB_OFFLINE=1 in tests) every hub name is one that cannot be had."""
+    with pytest.raises(UserError, match="neither a path here nor a model of the hub"):
+        import_model(Path("nobody/no-such-bert"), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
