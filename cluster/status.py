@@ -71,7 +71,7 @@ def screen(folder: Path) -> str:
         try:
             jobs.append(job_status(slurm, job["name"], job["id"]))
         except UserError as error:  # no controller: the files still tell most
-            trouble = error.what
+            trouble = error.what.splitlines()[0]
             jobs.append(from_files(slurm, job["name"], job["id"]))
     lines = [f"{chain['run']}  {folder}  (profile {chain['profile']})", ""]
     if trouble:
@@ -83,6 +83,8 @@ def screen(folder: Path) -> str:
             f"{j.name:<18} {j.job_id:<9} {j.state:<14} {j.ran:<12} {j.restarts:<9} {rest}".rstrip()
         )
     lines += ["", *progress(folder)]
+    events = [line for job in jobs for line in tail(slurm / f"{job.name}.lives")]
+    lines += ["", "last events:", *("  " + line for line in sorted(events)[-4:])] if events else []
     failed = next((j for j in jobs if j.state in ENDED_BADLY), None)
     if failed:
         lines += ["", f"last lines of {slurm / failed.name}.log:"]
@@ -160,9 +162,10 @@ def progress(folder: Path) -> list[str]:
 
 def seconds_per_update(updates: list[dict[str, Any]]) -> float:
     """Median over the last updates, so that restarts and evaluations do not count; 0 = unknown."""
+    recent = updates[-51:]
     gaps = [
         (b["time"] - a["time"]) / (b["step"] - a["step"])
-        for a, b in zip(updates[-51:], updates[-50:])
+        for a, b in zip(recent, recent[1:])
         if b["step"] > a["step"] and "time" in a and "time" in b
     ]
     return sorted(gaps)[len(gaps) // 2] if gaps else 0.0

@@ -48,7 +48,7 @@ def test_one_screen_from_files_alone(run):
         "failed twice at step 40",
         "update 40/150 (27%), loss 5.0000",
         "1,234 tokens/s",
-        "ETA 3:4",
+        "ETA 3:40",
         "line 99",
         "python -m cluster submit r",
     ):
