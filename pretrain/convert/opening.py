@@ -38,6 +38,10 @@ def open_model(path: Path, vocab: Path | None = None) -> Opened:
     Raises:
         UserError: nothing there, damaged, of another format, without tokenizer or MLM head.
     """
+    if not path.exists():  # before torch is imported
+        raise UserError(
+            f"{path}: no such folder", "give a work_dir, a checkpoint or a Hugging Face folder"
+        )
     if (path / "config.json").is_file():
         return _open_hf(path, vocab)
     from pretrain.checkpoint import Damaged, load_logical, read_meta, resolve

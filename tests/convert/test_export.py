@@ -239,7 +239,7 @@ def test_command_says_what_is_wrong_and_exits_with_2(tmp_path: Path, repo: Path)
         str(tmp_path / "out"),
     ]
     done = subprocess.run(command, cwd=repo, capture_output=True, text=True)
-    assert done.returncode == 2 and "no complete checkpoint" in done.stderr
+    assert done.returncode == 2 and "nowhere: no such folder" in done.stderr
     assert "Traceback" not in done.stderr
 
 
