@@ -351,16 +351,15 @@ def _check_meta(meta: Mapping[str, Any], plan: Plan, where: str) -> None:
 
 
 def _cards() -> list[int]:
-    """Memory in bytes of the GPUs that this process may use, [] on a CPU machine."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible == "" or shutil.which("nvidia-smi") is None:
+    """Memory in bytes of the GPUs of this machine, [] where there is none; 0 = not known."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return []
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
-        out = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        return [int(line) * 2**20 for line in done.stdout.split() if line.isdigit()]
     except (subprocess.SubprocessError, OSError):
-        return []
-    return [int(line) * 2**20 for line in out.split() if line.isdigit()]
+        return [0] if Path("/dev/nvidia0").exists() else []  # a container without nvidia-smi
 
 
 def _micro_batch(recipe: Recipe, plan: Plan, cards: list[int]) -> int:
@@ -369,9 +368,9 @@ def _micro_batch(recipe: Recipe, plan: Plan, cards: list[int]) -> int:
         recipe.parallel,
         recipe.train.precision,
     )
-    if not cards:
+    card = min(cards, default=0)
+    if not card:
         return tokens or CPU_MICRO_BATCH
-    card = min(cards)
     longest = max(s.max_length for s in plan.shards.values())
     fits = largest_micro_batch(plan.model, parallel, plan.dp, precision, card)
     need = training_bytes(plan.model, parallel, plan.dp, precision, tokens or longest)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from configs.console import say
-from configs.errors import PREEMPTED_EXIT
+from configs.errors import PREEMPTED_EXIT, UserError
 from configs.schema import PhaseConfig
 from pretrain.checkpoint.folder import folder_of
 from pretrain.checks import Plan
@@ -35,6 +35,8 @@ def train(plan: Plan) -> int:
         except BaseException as error:
             run.writer.give_up()
             run.watchdog.fail(error)
+            if isinstance(error, torch.OutOfMemoryError):
+                raise _out_of_memory(plan, error) from None
             raise
         if code == PREEMPTED_EXIT:
             stop.ignore()
@@ -43,6 +45,15 @@ def train(plan: Plan) -> int:
         folder = folder_of(plan.train_dir, run.step)
         say(f"checkpoint after {run.step} of {plan.total} updates: {folder}")
     return code
+
+
+def _out_of_memory(plan: Plan, error: BaseException) -> UserError:
+    tokens = plan.micro_batch_tokens
+    return UserError(
+        f"GPU memory ran out with micro-batches of {tokens} tokens: {str(error).splitlines()[0]}",
+        f"set parallel.micro_batch_tokens={max(128, tokens * 3 // 4 // 128 * 128)} or lower, or "
+        "parallel.activation_checkpointing=true; results do not depend on either",
+    )
 
 
 class Trainer:

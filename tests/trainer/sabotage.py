@@ -4,7 +4,7 @@ WHAT is kind:number[:rank], for this process if its RANK is `rank` (default: any
     update:7    kill -9 before update 7            save:2     kill -9 in the middle of the 2nd save
     nan:7       the loss is NaN from update 7 on   nan:7-9    in updates 7 to 9
     hang:7      the process stops doing anything before update 7
-    none:0      nothing happens
+    oom:7       GPU memory runs out in update 7     none:0    nothing happens
 fp16 runs on the CPU here, as if a GPU had been found.
 """
 
@@ -21,6 +21,8 @@ from configs.errors import run_cli
 
 def arm(what: str) -> None:
     """Puts the accident in place; imports torch."""
+    import torch
+
     import pretrain.checkpoint.writer as writer
     import pretrain.micro as micro
     from pretrain.trainer import Trainer
@@ -43,6 +45,8 @@ def arm(what: str) -> None:
             kill()
         if self.run.micro.armed and kind == "hang":  # type: ignore[attr-defined]
             time.sleep(1000)
+        if self.run.micro.armed and kind == "oom":  # type: ignore[attr-defined]
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
         update(self, *arguments)
 
     def half(path: Any, boxes: Any) -> Any:

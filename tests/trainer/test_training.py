@@ -197,6 +197,14 @@ def test_nan_in_full_precision_stops_after_the_patience(whole, tmp_path):
     assert latest(run / "train").name == "step-00000005"
 
 
+def test_gpu_memory_running_out_is_a_message(whole, tmp_path):
+    run = fresh(whole, tmp_path / "run")
+    assert train(run, accident="oom:2") == [2]
+    assert "GPU memory ran out with micro-batches of 256 tokens" in output(run)
+    assert "set parallel.micro_batch_tokens=128 or lower" in output(run)
+    assert "Traceback" not in output(run)
+
+
 def by_launcher(run: Path, *command: str) -> dict[int, float]:
     done = subprocess.run(
         [*command, str(run / "recipe.yaml"), "train.stop_at=6"],
