@@ -128,6 +128,25 @@ def checkpoint_bytes(recipe: Recipe) -> int:
     return 12 * parameter_count(resolve_model(recipe.model, recipe.vocab.size))
 
 
+def seconds_of(time_limit: str) -> int | None:
+    """SLURM's minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]].
+
+    None for anything else (UNLIMITED): SLURM itself is asked about it before the job is queued.
+    """
+    days, dash, rest = time_limit.rpartition("-")
+    parts = rest.split(":")
+    if not all(part.isdigit() for part in [*parts, days or "0"]) or len(parts) > 3:
+        return None
+    numbers = [int(part) for part in parts]
+    if dash:
+        hours, minutes, seconds = (*numbers, 0, 0)[:3]
+    else:
+        hours, minutes, seconds = {1: (0, *numbers, 0), 2: (0, *numbers), 3: tuple(numbers)}[
+            len(numbers)
+        ]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
 def _start(command: list[str], profile: Profile, per_node: int) -> tuple[list[str], str]:
     if profile.starter == "srun":
         return command, "tasks"
@@ -148,6 +167,13 @@ def _check(recipe: Recipe, profile: Profile, per_node: int, world: int) -> None:
         raise UserError(
             f"profile {profile.name}: tasks_per_node={per_node} on gpus_per_node={profile.gpus_per_node}",
             "one process per GPU: lower tasks_per_node",
+        )
+    limit = seconds_of(profile.time_limit)
+    if limit is not None and profile.signal_lead_s >= limit:
+        raise UserError(
+            f"profile {profile.name}: signal_lead_s={profile.signal_lead_s} is not below "
+            f"time_limit={profile.time_limit}",
+            "every job would be told to save as soon as it starts: lengthen time_limit",
         )
     tp = recipe.parallel.tp
     if world % tp:

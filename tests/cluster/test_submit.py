@@ -6,6 +6,7 @@ import pytest
 
 from cluster import hostfile, submit
 from cluster.launch import training_processes
+from cluster.slurm.chain import seconds_of
 from cluster.slurm.client import count_gpus
 from configs import UserError
 
@@ -100,6 +101,7 @@ def test_starters_run_once_a_node(capsys, recipe, profile, starter):
         ("{nodes: 2, tasks_per_node: 1}", ["parallel.tp=2"], "within a node"),
         ("nodes: 1", ["parallel.tq=2"], "known here: tp"),
         ("nodes: 1", ["phases.1.name=one"], "one, one"),
+        ("{nodes: 1, time_limit: '2', signal_lead_s: 180}", [], "signal_lead_s=180"),
     ],
 )
 def test_bad_input_is_named_before_anything_is_queued(recipe, profile, site, arguments, named):
@@ -117,6 +119,23 @@ def test_no_sbatch_here(recipe, profile, monkeypatch):
 def test_unknown_profile_names_the_shipped_ones(recipe):
     with pytest.raises(UserError, match="did you mean gpu-srun"):
         submit.main([recipe, "--profile", "gpu-srn"])
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("90", 5400),
+        ("2:30", 150),
+        ("1:02:03", 3723),
+        ("1-12", 129600),
+        ("1-12:30", 131400),
+        ("1-00:00:05", 86405),
+        ("UNLIMITED", None),
+        ("soon", None),
+    ],
+)
+def test_time_limits(text, seconds):
+    assert seconds_of(text) == seconds
 
 
 def test_gres_forms():
