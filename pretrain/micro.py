@@ -43,13 +43,17 @@ class RecordedMicro(Micro):
         super().__init__(model, engine)
         self.graphs: dict[tuple[int, ...], _Recording] = {}
         self.pool: Any = None
+        self.max_length = 0
 
     def __call__(self, micro: MicroBatch, batch: GlobalBatch, last: bool) -> Tensor:
-        if self.pool is None:  # the first run compiles kernels and makes library handles
-            self.pool = torch.cuda.graph_pool_handle()
+        if micro.max_length != self.max_length:
+            # A new phase: its first run compiles kernels and makes what they keep.
+            self.graphs.clear()
+            torch.cuda.empty_cache()
+            self.pool, self.max_length = torch.cuda.graph_pool_handle(), micro.max_length
             return super().__call__(micro, batch, last)
         last = last and self.engine.groups.dp > 1  # else the last one is like the others
-        key = (int(last), micro.max_length, *(t.numel() for t in _tensors(micro)))
+        key = (int(last), *(t.numel() for t in _tensors(micro)))
         if key not in self.graphs:
             self.graphs[key] = _Recording(self.model, self.engine, micro, last, self.pool)
         scale = self.engine.loss_scale

@@ -26,6 +26,28 @@ Tensor = torch.Tensor
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
+@triton.jit(do_not_specialize=["stream", "tokens"])
+def _hash_rows(token_keys, hashes, stream, tokens, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    keys = tl.load(token_keys + at, mask=at < tokens, other=0)
+    tl.store(hashes + at, row_hash(keys, stream).to(tl.int32, bitcast=True), mask=at < tokens)
+
+
+@triton.jit
+def _hash_channels(table, first_head, heads, LENGTH: tl.constexpr, HEAD_STRIDE: tl.constexpr):
+    """table int32 [2, heads, LENGTH]: multipliers and offsets of each head's keys."""
+    position = tl.arange(0, LENGTH)
+    multiplier, shift = channel_hash((tl.program_id(0) + first_head) * HEAD_STRIDE + position)
+    place = table + tl.program_id(0) * LENGTH + position
+    tl.store(place, multiplier.to(tl.int32, bitcast=True))
+    tl.store(place + heads * LENGTH, shift.to(tl.int32, bitcast=True))
+
+
+@triton.jit
+def _load_hash(place, mask):
+    return tl.load(place, mask=mask, other=0).to(tl.uint32, bitcast=True)
+
+
 @triton.jit
 def _row(cu_seqlens, row):
     """(first token, length)"""
@@ -40,12 +62,12 @@ def _place(base, start, token, column, STRIDE: tl.constexpr, D: tl.constexpr):
     return base + start.to(tl.int64) * STRIDE + column + token[:, None] * STRIDE + d[None, :]
 
 
-@triton.jit(do_not_specialize=["stream", "first_head"])
+@triton.jit
 def _attention_forward(
-    queries, keys, cu_seqlens, token_keys, out, log_sums, stream, first_head, tokens,
+    queries, keys, cu_seqlens, hashes, channels, out, log_sums, tokens,
     SCALE: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SINGLE: tl.constexpr, THRESHOLD: tl.constexpr, KEEP_SCALE: tl.constexpr,
-    HEAD_STRIDE: tl.constexpr, PRECISION: tl.constexpr,
+    LENGTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """queries, keys: descriptors of qkv [T, 3 * WIDTH] with tiles of BLOCK_M and BLOCK_N rows."""
     head = tl.program_id(0)
@@ -57,7 +79,7 @@ def _attention_forward(
     query = first + tl.arange(0, BLOCK_M)
     q = queries.load([start + first, head * D])
     if THRESHOLD > 0:
-        rows = row_hash(tl.load(token_keys + start + query, mask=query < length, other=0), stream)
+        rows = _load_hash(hashes + start + query, query < length)
     largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, D], tl.float32)
@@ -74,7 +96,8 @@ def _attention_forward(
         shrink = tl.exp2(largest - new)
         total = total * shrink + tl.sum(p, 1)
         if THRESHOLD > 0:
-            multiplier, shift = channel_hash((head + first_head) * HEAD_STRIDE + key)
+            multiplier = _load_hash(channels + head * LENGTH + key, key < length)
+            shift = _load_hash(channels + (HEADS + head) * LENGTH + key, key < length)
             p = tl.where(
                 keep(rows[:, None], multiplier[None, :], shift[None, :], THRESHOLD), p, 0.0
             )
@@ -110,12 +133,12 @@ def _gradients(
     return p.to(q.dtype), ds.to(q.dtype)
 
 
-@triton.jit(do_not_specialize=["stream", "first_head"])
+@triton.jit
 def _attention_backward(
-    queries, keys, grads, outs, cu_seqlens, token_keys, log_sums, grad_qkv, grad_bias, stream, first_head, tokens,
+    queries, keys, grads, outs, cu_seqlens, hashes, channels, log_sums, grad_qkv, grad_bias, tokens,
     SCALE: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BIAS: tl.constexpr, THRESHOLD: tl.constexpr, KEEP_SCALE: tl.constexpr,
-    HEAD_STRIDE: tl.constexpr, PRECISION: tl.constexpr,
+    LENGTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """All gradients of a (row, head) of at most BLOCK_M tokens, BLOCK_N keys at a time."""
     head = tl.program_id(0)
@@ -132,14 +155,15 @@ def _attention_backward(
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     # Queries past the end get probability exp2(-inf) = 0, hence nothing comes from them.
     log_sum = tl.load(log_sums + head * tokens + start + query, mask=valid, other=float("inf"))
-    rows = row_hash(tl.load(token_keys + start + query, mask=valid, other=0), stream)
+    rows = _load_hash(hashes + start + query, valid)
     dq = tl.zeros([BLOCK_M, D], tl.float32)
     sum_dv = tl.zeros([D], tl.float32)
     for n in range(0, length, BLOCK_N):
         key = n + tl.arange(0, BLOCK_N)
         k = keys.load([start + n, WIDTH + head * D])
         v = keys.load([start + n, 2 * WIDTH + head * D])
-        multiplier, shift = channel_hash((head + first_head) * HEAD_STRIDE + key)
+        multiplier = _load_hash(channels + head * LENGTH + key, key < length)
+        shift = _load_hash(channels + (HEADS + head) * LENGTH + key, key < length)
         p, ds = _gradients(
             q, k, v, do, log_sum, delta, rows, multiplier, shift, key < length,
             SCALE, THRESHOLD, KEEP_SCALE, True, PRECISION,
@@ -162,13 +186,12 @@ def _attention_backward(
         tl.store(partial + 2 * WIDTH, sum_dv)
 
 
-@triton.jit(do_not_specialize=["stream", "first_head"])
+@triton.jit
 def _attention_backward_queries(
-    queries, keys, grads, outs, cu_seqlens, token_keys, log_sums, grad_qkv, grad_bias, deltas,
-    stream, first_head, tokens,
+    queries, keys, grads, outs, cu_seqlens, hashes, channels, log_sums, grad_qkv, grad_bias, deltas, tokens,
     SCALE: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BIAS: tl.constexpr, THRESHOLD: tl.constexpr, KEEP_SCALE: tl.constexpr,
-    HEAD_STRIDE: tl.constexpr, PRECISION: tl.constexpr,
+    LENGTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq of a tile of queries, and deltas = sum(out * grad_out) of each query for the kernel below."""
     head = tl.program_id(0)
@@ -187,7 +210,7 @@ def _attention_backward_queries(
     tl.store(deltas + stats, delta, mask=valid)
     log_sum = tl.load(log_sums + stats, mask=valid, other=float("inf"))
     if THRESHOLD > 0:
-        rows = row_hash(tl.load(token_keys + start + query, mask=valid, other=0), stream)
+        rows = _load_hash(hashes + start + query, valid)
     dq = tl.zeros([BLOCK_M, D], tl.float32)
     for n in range(0, length, BLOCK_N):
         key = n + tl.arange(0, BLOCK_N)
@@ -198,7 +221,8 @@ def _attention_backward_queries(
         p = tl.where(key[None, :] < length, p, 0.0)
         dp = tl.dot(do, v.T, input_precision=PRECISION)
         if THRESHOLD > 0:
-            multiplier, shift = channel_hash((head + first_head) * HEAD_STRIDE + key)
+            multiplier = _load_hash(channels + head * LENGTH + key, key < length)
+            shift = _load_hash(channels + (HEADS + head) * LENGTH + key, key < length)
             kept = keep(rows[:, None], multiplier[None, :], shift[None, :], THRESHOLD)
             dp = tl.where(kept, dp, 0.0) * KEEP_SCALE
         ds = (p * (dp - delta[:, None])).to(k.dtype)
@@ -211,13 +235,12 @@ def _attention_backward_queries(
         tl.store(grad_bias + tile * (3 * WIDTH) + head * D + tl.arange(0, D), tl.sum(dq, 0))
 
 
-@triton.jit(do_not_specialize=["stream", "first_head"])
+@triton.jit
 def _attention_backward_keys(
-    queries, keys, grads, cu_seqlens, token_keys, log_sums, grad_qkv, grad_bias, deltas,
-    stream, first_head, tokens,
+    queries, keys, grads, cu_seqlens, hashes, channels, log_sums, grad_qkv, grad_bias, deltas, tokens,
     SCALE: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BIAS: tl.constexpr, THRESHOLD: tl.constexpr, KEEP_SCALE: tl.constexpr,
-    HEAD_STRIDE: tl.constexpr, PRECISION: tl.constexpr,
+    LENGTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of a tile of keys."""
     head = tl.program_id(0)
@@ -230,7 +253,8 @@ def _attention_backward_keys(
     there = key[:, None] < length
     k = keys.load([start + first, WIDTH + head * D])
     v = keys.load([start + first, 2 * WIDTH + head * D])
-    multiplier, shift = channel_hash((head + first_head) * HEAD_STRIDE + key)
+    multiplier = _load_hash(channels + head * LENGTH + key, key < length)
+    shift = _load_hash(channels + (HEADS + head) * LENGTH + key, key < length)
     dk = tl.zeros([BLOCK_N, D], tl.float32)
     dv = tl.zeros([BLOCK_N, D], tl.float32)
     for m in range(0, length, BLOCK_M):
@@ -241,7 +265,7 @@ def _attention_backward_keys(
         stats = head * tokens + start + query
         log_sum = tl.load(log_sums + stats, mask=valid, other=float("inf"))
         delta = tl.load(deltas + stats, mask=valid, other=0.0)
-        rows = row_hash(tl.load(token_keys + start + query, mask=valid, other=0), stream)
+        rows = _load_hash(hashes + start + query, valid)
         # Keys past the end spoil only their own rows, which are not stored.
         p, ds = _gradients(
             q, k, v, do, log_sum, delta, rows, multiplier, shift, there,
@@ -270,7 +294,33 @@ QUERIES: dict[str, Any] = {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 4, "num_s
 KEYS: dict[str, Any] = {"BLOCK_M": 32, "BLOCK_N": 128, "num_warps": 4, "num_stages": 3}
 
 
-def _constants(qkv: Tensor, p: float) -> dict[str, Any]:
+_TABLES: dict[tuple[Any, ...], Tensor] = {}
+
+
+def hashes(
+    token_keys: Tensor, p: float, site: int, seed: int, heads: int, first_head: int, max_length: int
+) -> tuple[Tensor, Tensor]:
+    """(row hashes of this site int32 [T], channel table int32 [2, heads, length]); see `hashing`.
+
+    Made once, since inside the attention kernels they cost a quarter of their arithmetic. The
+    table is the same for all layers and steps.
+    """
+    if p == 0.0:
+        return token_keys, token_keys
+    length = triton.next_power_of_2(max_length)
+    key = (token_keys.device, heads, first_head, length)
+    if key not in _TABLES:
+        table = torch.empty(2, heads, length, dtype=torch.int32, device=token_keys.device)
+        _hash_channels[(heads,)](table, first_head, heads, LENGTH=length, HEAD_STRIDE=HEAD_STRIDE)
+        _TABLES[key] = table
+    rows = torch.empty_like(token_keys)
+    tokens = len(token_keys)
+    salt = signed(stream(seed, site))
+    _hash_rows[(triton.cdiv(tokens, 1024),)](token_keys, rows, salt, tokens, BLOCK=1024)
+    return rows, _TABLES[key]
+
+
+def _constants(qkv: Tensor, p: float, max_length: int) -> dict[str, Any]:
     _, _, heads, width = qkv.shape
     return {
         "SCALE": 1.0 / math.sqrt(width),
@@ -278,7 +328,7 @@ def _constants(qkv: Tensor, p: float) -> dict[str, Any]:
         "D": width,
         "THRESHOLD": threshold(p),
         "KEEP_SCALE": keep_scale(p),
-        "HEAD_STRIDE": HEAD_STRIDE,
+        "LENGTH": triton.next_power_of_2(max_length),
         "PRECISION": "ieee" if qkv.dtype == torch.float32 else "tf32",
     }
 
@@ -291,11 +341,9 @@ def forward(
     qkv: Tensor,
     cu_seqlens: Tensor,
     max_length: int,
-    token_keys: Tensor,
+    rows_hash: Tensor,
+    channels: Tensor,
     p: float,
-    site: int,
-    seed: int,
-    first_head: int,
     short: int = SHORT,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
@@ -311,9 +359,8 @@ def forward(
     out = qkv.new_empty(tokens, heads * width)
     log_sums = torch.empty(heads, tokens, dtype=torch.float32, device=qkv.device)
     _attention_forward[(heads, cu_seqlens.shape[0] - 1, triton.cdiv(max_length, m))](
-        _tiles(qkv, m, width), _tiles(qkv, n, width), cu_seqlens, token_keys, out, log_sums,
-        signed(stream(seed, site)), first_head, tokens,
-        SINGLE=max_length <= n, **_constants(qkv, p), **options,
+        _tiles(qkv, m, width), _tiles(qkv, n, width), cu_seqlens, rows_hash, channels, out, log_sums,
+        tokens, SINGLE=max_length <= n, **_constants(qkv, p, max_length), **options,
     )  # fmt: skip
     return out, log_sums
 
@@ -324,13 +371,11 @@ def backward(
     biased: bool,
     cu_seqlens: Tensor,
     max_length: int,
-    token_keys: Tensor,
+    rows_hash: Tensor,
+    channels: Tensor,
     out: Tensor,
     log_sums: Tensor,
     p: float,
-    site: int,
-    seed: int,
-    first_head: int,
     short: int = SHORT,
     queries: dict[str, Any] | None = None,
     keys: dict[str, Any] | None = None,
@@ -344,8 +389,7 @@ def backward(
     rows = cu_seqlens.shape[0] - 1
     fp32: dict[str, Any] = {"dtype": torch.float32, "device": qkv.device}
     grad_qkv = torch.empty_like(qkv)
-    rest = (signed(stream(seed, site)), first_head, tokens)
-    constants = _constants(qkv, p) | {"BIAS": biased}
+    constants = _constants(qkv, p, max_length) | {"BIAS": biased}
 
     def tiles(m: int, n: int) -> tuple[TensorDescriptor, ...]:
         sizes = ((qkv, m), (qkv, n), (grad_out, m), (out, m))
@@ -358,8 +402,8 @@ def backward(
         options["BLOCK_N"] = min(options["BLOCK_M"], options["BLOCK_N"])
         partial = torch.zeros(rows if biased else 0, 3, heads, width, **fp32)
         _attention_backward[(heads, rows)](
-            *tiles(options["BLOCK_M"], options["BLOCK_N"]), cu_seqlens, token_keys, log_sums,
-            grad_qkv, partial, *rest, **constants, **options,
+            *tiles(options["BLOCK_M"], options["BLOCK_N"]), cu_seqlens, rows_hash, channels,
+            log_sums, grad_qkv, partial, tokens, **constants, **options,
         )  # fmt: skip
         return grad_qkv, partial if biased else None
     queries, keys = QUERIES | (queries or {}), KEYS | (keys or {})
@@ -367,12 +411,12 @@ def backward(
     deltas = torch.empty_like(log_sums)
     partial = torch.zeros(rows * max(counts) if biased else 0, 3, heads, width, **fp32)
     _attention_backward_queries[(heads, rows, counts[0])](
-        *tiles(queries["BLOCK_M"], queries["BLOCK_N"]), cu_seqlens, token_keys, log_sums,
-        grad_qkv, partial, deltas, *rest, **constants, **queries,
+        *tiles(queries["BLOCK_M"], queries["BLOCK_N"]), cu_seqlens, rows_hash, channels,
+        log_sums, grad_qkv, partial, deltas, tokens, **constants, **queries,
     )  # fmt: skip
     _attention_backward_keys[(heads, rows, counts[1])](
-        *tiles(keys["BLOCK_M"], keys["BLOCK_N"])[:3], cu_seqlens, token_keys, log_sums,
-        grad_qkv, partial, deltas, *rest, **constants, **keys,
+        *tiles(keys["BLOCK_M"], keys["BLOCK_N"])[:3], cu_seqlens, rows_hash, channels,
+        log_sums, grad_qkv, partial, deltas, tokens, **constants, **keys,
     )  # fmt: skip
     return grad_qkv, partial if biased else None
 
@@ -380,24 +424,17 @@ def backward(
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, qkv, bias, cu_seqlens, max_length, token_keys, p, site, seed, first_head):
-        rest = (p, site, seed, first_head)
-        out, log_sums = forward(qkv, cu_seqlens, max_length, token_keys, *rest)
-        ctx.save_for_backward(qkv, cu_seqlens, token_keys, out, log_sums)
-        ctx.rest, ctx.max_length, ctx.bias = rest, max_length, bias
+        drawn = hashes(token_keys, p, site, seed, qkv.shape[2], first_head, max_length)
+        out, log_sums = forward(qkv, cu_seqlens, max_length, *drawn, p)
+        ctx.save_for_backward(qkv, cu_seqlens, *drawn, out, log_sums)
+        ctx.max_length, ctx.p, ctx.bias = max_length, p, bias
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_out):
-        qkv, *saved = ctx.saved_tensors
-        grad_qkv, partial = backward(
-            grad_out.contiguous(),
-            qkv,
-            ctx.bias is not None,
-            saved[0],
-            ctx.max_length,
-            *saved[1:],
-            *ctx.rest,
-        )
+        qkv, cu_seqlens, rows, channels, out, log_sums = ctx.saved_tensors
+        places = (ctx.bias is not None, cu_seqlens, ctx.max_length, rows, channels)
+        grad_qkv, partial = backward(grad_out.contiguous(), qkv, *places, out, log_sums, ctx.p)
         (grad_bias,) = collect(partial, ctx.bias)
         return grad_qkv, grad_bias, *(None,) * 7
 

@@ -112,7 +112,8 @@ def test_attention_of_rows_longer_than_a_tile():
     qkv, bias = torch.randn(75, 3, 2, 16), torch.zeros(96)
     rest = (0.1, 4, 99, 0)
     tiles = {"BLOCK_M": 16, "BLOCK_N": 16}
-    out, log_sums = triton_attention.forward(qkv, rows, 48, token_keys, *rest, short=16, **tiles)
+    drawn = triton_attention.hashes(token_keys, 0.1, 4, 99, 2, 0, 48)
+    out, log_sums = triton_attention.forward(qkv, rows, 48, *drawn, 0.1, short=16, **tiles)
     exact, exact_bias = qkv.double().requires_grad_(), bias.double().requires_grad_()
     oracle = plain.attention(exact, rows, 48, token_keys, *rest, bias=exact_bias)
     close(out, oracle, 2e-5)
@@ -123,10 +124,10 @@ def test_attention_of_rows_longer_than_a_tile():
         True,
         rows,
         48,
-        token_keys,
+        *drawn,
         out,
         log_sums,
-        *rest,
+        0.1,
         short=16,
         queries=tiles,
         keys=tiles,
