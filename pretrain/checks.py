@@ -75,6 +75,8 @@ def check(recipe: Recipe, env: Mapping[str, str]) -> Plan:
             f"train.precision={recipe.train.precision} needs a GPU, and none is visible",
             "use train.precision=bf16 or fp32 on a CPU",
         )
+    if device == "cuda":
+        _check_precision(recipe.train.precision)
     if device == "cpu" and recipe.optimizer.implementation in ("deepspeed", "apex"):
         raise UserError(
             f"optimizer.implementation={recipe.optimizer.implementation} runs on a GPU only",
@@ -354,12 +356,32 @@ def _cards() -> list[int]:
     """Memory in bytes of the GPUs of this machine, [] where there is none; 0 = not known."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return []
-    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    found = _ask_cards("memory.total")
+    if not found and Path("/dev/nvidia0").exists():
+        return [0]  # a container without nvidia-smi
+    return [int(value) * 2**20 for value in found if value.isdigit()]
+
+
+def _ask_cards(what: str) -> list[str]:
+    """A property of every GPU as nvidia-smi prints it; [] if it cannot say."""
+    command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-        return [int(line) * 2**20 for line in done.stdout.split() if line.isdigit()]
     except (subprocess.SubprocessError, OSError):
-        return [0] if Path("/dev/nvidia0").exists() else []  # a container without nvidia-smi
+        return []
+    return done.stdout.split()
+
+
+def _check_precision(precision: str) -> None:
+    """bf16 came with compute capability 8.0 (A100), fp8 with 8.9 (L4, H100)."""
+    needed = {"bf16": 8.0, "fp8": 8.9}.get(precision, 0.0)
+    for value in _ask_cards("compute_cap"):
+        if value.replace(".", "", 1).isdigit() and float(value) < needed:
+            raise UserError(
+                f"train.precision={precision} needs a GPU of compute capability {needed}, "
+                f"this one has {value}",
+                "use train.precision=fp16" if needed == 8.0 else "use train.precision=bf16",
+            )
 
 
 def _micro_batch(recipe: Recipe, plan: Plan, cards: list[int]) -> int:

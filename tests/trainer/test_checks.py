@@ -216,6 +216,22 @@ def test_no_compiler_is_told_on_a_gpu(run, monkeypatch):
     assert plan(run, "train.kernels=plain").device == "cuda"
 
 
+@pytest.mark.parametrize(
+    ("precision", "capability", "refused"),
+    [("bf16", "7.5", True), ("fp16", "7.5", False), ("bf16", "8.0", False), ("fp8", "8.0", True)],
+)
+def test_a_precision_the_card_lacks_is_refused(precision, capability, refused, run, monkeypatch):
+    answers = {"memory.total": ["16000"], "compute_cap": [capability]}
+    monkeypatch.setattr(checks, "_ask_cards", answers.__getitem__)
+    if refused:
+        with pytest.raises(
+            UserError, match=f"{precision} needs a GPU .* this one has {capability}"
+        ):
+            plan(run, f"train.precision={precision}")
+    else:
+        assert plan(run, f"train.precision={precision}").device == "cuda"
+
+
 @pytest.mark.parametrize("nvidia", [True, False])
 def test_b35_another_apex_is_told_apart(nvidia, run, tmp_path, monkeypatch):
     """PyPI's `apex` and NVIDIA's without its compiled part both import; neither is taken."""
