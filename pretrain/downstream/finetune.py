@@ -26,6 +26,11 @@ def main(argv: Sequence[str]) -> int:
         if (column := getattr(options, f"{name}_column"))
     }
     task = replace(task, **columns)  # type: ignore[arg-type]
+    name = split_random(options.model)[0]
+    if not Path(name).exists() and (name.startswith((".", "/")) or name.count("/") != 1):
+        raise UserError(
+            f"{name}: no such folder", "give an HF folder, a run, or owner/name of the hub"
+        )
     settings = _settings(task, options)
     layers = options.feature_based or ""
     if layers and task.kind != "tag":
