@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -93,11 +94,13 @@ class Writer:
         start = time.monotonic()
         self.wait()
         slices = self._own(shard)
-        self._stage(shard, slices)
+        low = min((s.at for s in slices), default=0)
+        self._stage(shard, low, max((s.at + s.numel for s in slices), default=0))
+        staged = [replace(s, at=s.at - low) for s in slices]
         boxes = [
             (f"{kind}/{box.name}@{','.join(map(str, box.offset))}", box.view(self._staged[kind]))
             for kind in shard.kinds
-            for box in boxes_of(slices)
+            for box in boxes_of(staged)
         ]
         values = {**meta, "step": step, "kinds": list(shard.kinds)}
         self._running = self._thread.submit(self._write, step, boxes, values)
@@ -135,21 +138,15 @@ class Writer:
                 out.append(Slice(s.piece, s.index, s.begin + begin - s.at, end - begin, begin))
         return out
 
-    def _stage(self, shard: Shard, slices: Sequence[Slice]) -> None:
-        """Copies into host buffers that are kept, since fresh ones cost page faults every time."""
-        if not slices:
-            return
-        low = min(s.at for s in slices)
-        high = max(s.at + s.numel for s in slices)
+    def _stage(self, shard: Shard, low: int, high: int) -> None:
+        """Copies elements low .. high of the shard into host buffers that are kept, since fresh
+        ones cost page faults every time."""
+        on_gpu = shard.master.device.type == "cuda"
         for kind in shard.kinds:
-            source = shard.tensor(kind)
             if kind not in self._staged:
-                pinned = source.device.type == "cuda"
-                self._staged[kind] = torch.empty(
-                    source.shape, dtype=torch.float32, pin_memory=pinned
-                )
-            self._staged[kind][low:high].copy_(source[low:high], non_blocking=True)
-        if shard.master.device.type == "cuda":
+                self._staged[kind] = torch.empty(high - low, pin_memory=on_gpu)
+            self._staged[kind].copy_(shard.tensor(kind)[low:high], non_blocking=True)
+        if on_gpu:
             torch.cuda.current_stream().synchronize()
 
     def _write(self, step: int, boxes: list[tuple[str, Tensor]], meta: dict[str, Any]) -> None:
