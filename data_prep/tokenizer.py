@@ -71,7 +71,7 @@ class Tokenizer:
         names = {f"{role}_token": token for role, token in self.specials.items()}
         config = {
             "tokenizer_class": "BertTokenizer"
-            if self.kind == "wordpiece"
+            if self._cache is not None
             else "PreTrainedTokenizerFast",
             "model_max_length": 512,
             "clean_up_tokenization_spaces": False,

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from tokenizers import (
     AddedToken,
@@ -126,9 +130,18 @@ def _switches(config: VocabConfig) -> dict[str, object]:
 
 def _finish(backend: Backend, specials: dict[str, str]) -> None:
     """Special tokens are known as such, and a pair gets [CLS] A [SEP] B [SEP]."""
+    known = {
+        token.content for token in backend.get_added_tokens_decoder().values() if token.special
+    }
     backend.add_special_tokens(
-        [AddedToken(specials[r], special=True, normalized=False) for r in ROLES]
+        [
+            AddedToken(specials[role], special=True, normalized=False)
+            for role in ROLES
+            if specials[role] not in known
+        ]
     )
+    backend.no_truncation()
+    backend.no_padding()
     cls, sep = specials["cls"], specials["sep"]
     ids = [(cls, backend.token_to_id(cls)), (sep, backend.token_to_id(sep))]
     backend.post_processor = processors.TemplateProcessing(
@@ -158,16 +171,51 @@ def _bert_steps(backend: Backend, config: VocabConfig) -> None:
 
 
 def _train_wordpiece(config: VocabConfig, texts: Iterator[str]) -> Built:
+    """Same text, same vocabulary. The trainer numbers letters inside words in an order that changes
+    from run to run and breaks ties between merges by number, so it gets them with numbers here."""
     backend = Backend(models.WordPiece(unk_token="[UNK]"))
     _bert_steps(backend, config)
-    trainer = trainers.WordPieceTrainer(
-        vocab_size=config.size,
-        min_frequency=config.min_frequency,
-        special_tokens=list(BERT_SPECIALS.values()),
-        show_progress=False,
+    normalizer, pre_tokenizer = backend.normalizer, backend.pre_tokenizer
+    assert normalizer is not None and pre_tokenizer is not None
+    with spooled(texts) as (counts, again):
+        characters: Counter[str] = Counter()
+        for raw, count in counts.items():
+            for character in normalizer.normalize_str(raw).strip():
+                characters[character] += count
+        often = sorted(characters, key=lambda c: (-characters[c], c))
+        enough = [c for c in often if characters[c] >= config.min_frequency]
+        alphabet = sorted(enough[: config.size // 4])
+        inside = [f"##{c}" for c in alphabet if len(pre_tokenizer.pre_tokenize_str(f"a{c}")) == 1]
+        specials = list(BERT_SPECIALS.values())
+        trainer = trainers.WordPieceTrainer(
+            vocab_size=config.size,
+            min_frequency=config.min_frequency,
+            special_tokens=specials + inside,
+            initial_alphabet=alphabet,
+            limit_alphabet=len(alphabet),
+            show_progress=False,
+        )
+        backend.train_from_iterator(again, trainer)
+    ids = backend.get_vocab(with_added_tokens=True)
+    learnt = sorted(
+        (token for token in ids if token not in {*specials, *inside}), key=ids.__getitem__
     )
-    backend.train_from_iterator(texts, trainer)
-    return _wordpiece(backend.get_vocab(), "the trained vocabulary", config)
+    tokens = [*specials, *alphabet, *inside, *(t for t in learnt if t not in set(alphabet))]
+    return _wordpiece({t: i for i, t in enumerate(tokens)}, "the trained vocabulary", config)
+
+
+@contextmanager
+def spooled(texts: Iterable[str]) -> Iterator[tuple[Counter[str], Iterator[str]]]:
+    """How often each character is in texts, and the texts once more (from a temporary file)."""
+    counts: Counter[str] = Counter()
+    with tempfile.TemporaryFile(
+        "w+", encoding="utf-8", errors="surrogatepass", newline="\n"
+    ) as file:
+        for text in texts:
+            counts.update(text)
+            file.write(text.replace("\n", " ") + "\n")
+        file.seek(0)
+        yield counts, (line.removesuffix("\n") for line in file)
 
 
 def _byte_steps(backend: Backend) -> None:
@@ -228,12 +276,21 @@ def _from_json(path: Path, config: VocabConfig) -> Built:
         value = side.get(f"{role}_token")
         known[role] = str(value.get("content") if isinstance(value, dict) else value or "")
     specials = find_specials(backend.get_vocab(with_added_tokens=True), str(path), known)
+    _finish(backend, specials)
     content = json.loads(backend.to_str())
     kind = {"WordPiece": "wordpiece", "Unigram": "unigram"}.get(content["model"]["type"], "bpe")
     if kind == "bpe" and "ByteLevel" in json.dumps(content["pre_tokenizer"]):
         kind = "byte-bpe"
     keep = ("do_lower_case", "strip_accents", "tokenize_chinese_chars", "add_prefix_space")
     switches = {key: side[key] for key in keep if key in side}
+    normalizer = content["normalizer"] or {}
+    if normalizer.get("type") == "BertNormalizer":
+        lower, strip = normalizer["lowercase"], normalizer["strip_accents"]
+        switches = {
+            "do_lower_case": lower,
+            "strip_accents": lower if strip is None else strip,
+            "tokenize_chinese_chars": normalizer["handle_chinese_chars"],
+        }
     return backend, kind, specials, switches
 
 
@@ -276,7 +333,19 @@ def _from_pieces(model: bytes, origin: str, config: VocabConfig) -> Built:
         backend = Backend(models.BPE(vocab, merges, unk_token=specials["unk"], fuse_unk=True))
     _piece_steps(backend, proto.normalizer_spec.precompiled_charsmap, config)
     _finish(backend, specials)
-    return backend, kind, specials, _switches(config)
+    return _settled(backend), kind, specials, _switches(config)
+
+
+def _settled(backend: Backend) -> Backend:
+    """The tokenizer as it is after being written and read: reading a score may change its last
+    digit, and what is used here must be what is opened later."""
+    text = backend.to_str()
+    for _ in range(8):
+        backend = Backend.from_str(text)
+        text, before = backend.to_str(), text
+        if text == before:
+            break
+    return backend
 
 
 def _merges(vocab: dict[str, int]) -> list[tuple[str, str]]:
@@ -301,20 +370,27 @@ def _train_pieces(config: VocabConfig, texts: Iterator[str]) -> Built:
     _piece_steps(probe, b"", config)
     assert probe.normalizer is not None
     model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=map(probe.normalizer.normalize_str, texts),
-        model_writer=model,
-        model_type=config.kind,
-        vocab_size=config.size,
-        character_coverage=0.9995,
-        pad_id=0,
-        unk_id=1,
-        bos_id=-1,
-        eos_id=-1,
-        pad_piece="<pad>",
-        unk_piece="<unk>",
-        control_symbols=["[CLS]", "[SEP]", "[MASK]"],
-        num_threads=1,
-        minloglevel=2,
-    )
+    options: dict[str, Any] = {
+        "model_type": config.kind,
+        "vocab_size": config.size,
+        "character_coverage": 0.9995,
+        "pad_id": 0,
+        "unk_id": 1,
+        "bos_id": -1,
+        "eos_id": -1,
+        "pad_piece": "<pad>",
+        "unk_piece": "<unk>",
+        "control_symbols": ["[CLS]", "[SEP]", "[MASK]"],
+        "max_sentence_length": 1 << 20,
+        "num_threads": 1,  # more of them would sum in another order each time
+        "minloglevel": 2,
+    }
+    normalized = map(probe.normalizer.normalize_str, texts)
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=normalized, model_writer=model, **options
+        )
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[-1]
+        raise UserError(f"vocab.size={config.size}: {reason}", "choose another size") from None
     return _from_pieces(model.getvalue(), "the trained vocabulary", config)

@@ -82,7 +82,7 @@ class Cleaner:
 
     def paragraphs(self, text: str) -> list[str]:
         """Paragraphs of prose of a page's wikitext (str, unescaped from XML)."""
-        nowiki = False
+        nowiki = 0
         if "<" in text:
             text = _COMMENT.sub("", text)
             text, nowiki = _NOWIKI.subn(lambda m: (m[1] or "").translate(_HIDE), text)

@@ -22,7 +22,7 @@ from data_prep.sources.streams import can_cut, chunks_of, decode, lines_of
 TEXT_SUFFIXES = tuple(
     ending + packed for ending in (".txt", ".text") for packed in ("", ".gz", ".zst", ".bz2", ".xz")
 )
-LARGEST_DOCUMENT = 256 << 20
+LARGEST_DOCUMENT = 48 << 20  # keeps a worker below 1 GiB
 # Separators that Unicode's idea of a line has, and files with one sentence a line do not (B03).
 _NOT_ENDS = re.compile("\r?[\v\f\x1c-\x1e\x85\u2028\u2029]|\r")
 
