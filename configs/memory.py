@@ -68,7 +68,8 @@ def activation_parts_per_token(
         if parallel.activation_checkpointing
         else (config.num_layers * layer)
     )
-    logits = 0.16 * padded_vocab(config, tp) / tp * (2 * size + 4)
+    # Fused: the logits alone, overwritten by their gradient. Plain: also probabilities, in fp32.
+    logits = 0.16 * padded_vocab(config, tp) / tp * (size if fused else 2 * size + 4)
     return {"activations": layers + 8 * size * h, "logits": logits}
 
 

@@ -66,10 +66,14 @@ def compare_all(path: Path) -> list[Comparison]:
 
 
 def compare(record: dict[str, Any]) -> Comparison:
-    """A dense run: rows of exactly `length`, `micro_batches` of `micro_batch_tokens` an update."""
+    """A run with rows of `length` real tokens, `micro_batches` of `micro_batch_tokens` an update.
+
+    record["model"] is a preset's name or the keys of a ModelConfig.
+    """
     tp = record.get("tp", 1)
     dp = record.get("dp", record["gpus"] // tp)
-    model = resolve_model(ModelConfig(preset=record["model"]), record.get("vocab_size", 30522))
+    shape = record["model"] if isinstance(record["model"], dict) else {"preset": record["model"]}
+    model = resolve_model(ModelConfig(**shape), record.get("vocab_size", 30522))
     layout = Layout(
         tp,
         dp,
@@ -84,12 +88,15 @@ def compare(record: dict[str, Any]) -> Comparison:
     tokens = float(record["micro_batch_tokens"] * micros * dp)
     card = find_card(record["card"])
     seconds = update_time(model, layout, card, NETWORK, tokens, record["length"]).seconds
-    what = f"{record['model']} @{record['length']} {record['card']} tp {tp} x dp {dp} zero {layout.zero_stage}"
+    parts = memory_parts(model, layout)
+    if record.get("memory", "allocated") == "allocated":  # what torch counts, not the whole card
+        del parts["context and allocator"]
+    what = f"{model.preset} @{record['length']} {record['card']} tp {tp} x dp {dp} zero {layout.zero_stage}"
     what += f" {layout.precision} {micros} x {record['micro_batch_tokens']}"
     return Comparison(
         what,
         record["step_ms"],
         1000 * seconds,
         record["peak_memory_gb"],
-        sum(memory_parts(model, layout).values()) / 1e9,
+        sum(parts.values()) / 1e9,
     )
