@@ -229,6 +229,8 @@ def _open_all(recipe: Recipe) -> dict[str, Shards]:
             f"the shard sets were built with different tokenizers: {prints}",
             "rebuild them with one vocabulary",
         )
+    if recipe.train.probe and not Path(recipe.train.probe).is_file():
+        raise UserError(f"train.probe={recipe.train.probe}: no such file", "name a BLiMP parquet")
     vocab = Path(recipe.work_dir) / "vocab" / "tokenizer.json"
     if not vocab.is_file():
         raise UserError(f"{vocab} is missing", "make it: python -m data_prep vocab RECIPE")

@@ -64,6 +64,7 @@ REFUSED = [
     (["optimizer.implementation=apex", "optimizer.trust_ratio_max=10"], 1, r"no limits of the trust ratio"),
     (["optimizer.implementation=sgd"], 1, r"optimizer.implementation=sgd is not known"),
     (["phases.0.shards=len512"], 1, r"phases.0.*len512 is not a set"),
+    (["train.probe=/nowhere.parquet"], 1, r"/nowhere.parquet: no such file"),
     (["checkpoint.init_from=/nowhere"], 1, r"/nowhere: no complete checkpoint"),
 ]  # fmt: skip
 

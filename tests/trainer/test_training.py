@@ -16,6 +16,7 @@ import pytest
 from cluster.environment import free_port
 from pretrain.checkpoint import latest
 from pretrain.checkpoint.folder import checkpoints
+from pretrain.telemetry import read_log
 from tests.trainer.launch import REPO
 from tests.trainer.runs import (
     UPDATES,
@@ -117,6 +118,17 @@ def test_b39_a_rank_killed_in_a_save_ends_the_job_and_the_next_start_goes_on(who
     assert losses(run) == pytest.approx(
         {k: v for k, v in losses(whole).items() if k <= 12}, abs=1e-4
     )
+
+
+def test_a_hung_rank_ends_the_job_by_name(whole, tmp_path):
+    run = fresh(whole, tmp_path / "run")
+    assert train(run, "guard.hang_timeout_s=10", size=2, accident="hang:8:1") == [77, 77], output(
+        run
+    )
+    assert "rank 1" in output(run)
+    assert "hangs in data" in output(run)
+    assert "rank 0 (" not in output(run).split("error:")[1].split("hangs")[0]
+    assert latest(run / "train").name == "step-00000005"
 
 
 def test_b51_a_signal_saves_at_the_next_update_and_a_second_one_is_ignored(whole, tmp_path):
@@ -238,3 +250,34 @@ def test_the_launchers_give_identical_losses(whole, tmp_path):
     )
     assert two == three
     assert two == pytest.approx(one, abs=1e-5)
+
+
+def test_a_zero_shot_probe_stands_beside_the_held_out_scores(whole, tmp_path, real_data):
+    from tokenizers import BertWordPieceTokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    run = fresh(whole, tmp_path / "run")
+    (run / "vocab").unlink()
+    words = [
+        "[PAD]",
+        "[UNK]",
+        "[CLS]",
+        "[SEP]",
+        "[MASK]",
+        *(f"##{c}" for c in "abcdefghijklmnopqrstuvwxyz"),
+    ]
+    words += list("abcdefghijklmnopqrstuvwxyz'.,") + ["the", "a", "who", "is", "was"]
+    wordpiece = BertWordPieceTokenizer({w: i for i, w in enumerate(words)})
+    marks = {f"{k}_token": f"[{k.upper()}]" for k in ("pad", "unk", "cls", "sep", "mask")}
+    PreTrainedTokenizerFast(tokenizer_object=wordpiece._tokenizer, **marks).save_pretrained(
+        run / "vocab"
+    )
+    probe = f"train.probe={real_data / 'blimp' / 'blimp.parquet'}"
+    assert train(
+        run, probe, "train.probe_pairs=67", "train.stop_at=2", "model.max_position_embeddings=256"
+    ) == [0]
+    scores = {
+        r["step"]: r["blimp"] for r in read_log(run / "train" / "log.jsonl") if r["kind"] == "eval"
+    }
+    assert set(scores) == {0, 2}, output(run)
+    assert all(0 <= s <= 100 for s in scores.values())
