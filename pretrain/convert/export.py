@@ -68,6 +68,7 @@ def export(
             f"{opened.tokenizer}: {entries} ids, the model has {opened.config.vocab_size}",
             "the tokenizer is of another run",
         )
+    _warn_of_another_vocabulary(opened)
     fresh = out.with_name(f".{out.name}.new")
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(parents=True)
@@ -187,6 +188,25 @@ def _patch_tokenizer(folder: Path, config: ModelConfig) -> None:
     values = json.loads(file.read_text(encoding="utf-8"))
     values["model_max_length"] = config.max_position_embeddings
     file.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _warn_of_another_vocabulary(opened: Opened) -> None:
+    """A vocabulary of the right size may still be the wrong one. No refusal: the fingerprint is of
+    the tokenizer as its library writes it, which another version of it may do in another way."""
+    from hashlib import blake2b
+
+    from tokenizers import Tokenizer
+
+    wanted = opened.meta.get("tokenizer_fingerprint")
+    file = opened.tokenizer / "tokenizer.json"
+    if not wanted or not file.is_file():
+        return
+    text = Tokenizer.from_file(str(file)).to_str()
+    if blake2b(text.encode(), digest_size=16).hexdigest() != wanted:
+        say(
+            f"warning: {file} is not, to the byte, the tokenizer that the shards were built with"
+            f" ({wanted}); check that it is the run's own"
+        )
 
 
 def _mask_token(folder: Path) -> str:

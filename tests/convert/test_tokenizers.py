@@ -26,7 +26,7 @@ LOWER = {
 CASED = {None: TEXT, False: TEXT, True: "Zoe's naive cafe in Łodz"}
 
 
-def run_with(vocab: Path, size: int, work: Path) -> Path:
+def run_with(size: int, work: Path, fingerprint: str = "") -> Path:
     """A work_dir of a random model whose vocabulary is `size`."""
     config = ModelConfig(
         vocab_size=size,
@@ -41,14 +41,16 @@ def run_with(vocab: Path, size: int, work: Path) -> Path:
     for piece in parts:
         block = piece.view(piece.param.detach().view(-1))
         tensors[piece.name] = block[piece.clip(block)[1]].clone()
-    save_logical(work / "train", tensors, {"model": vars(config)})
+    save_logical(
+        work / "train", tensors, {"model": vars(config), "tokenizer_fingerprint": fingerprint}
+    )
     return work
 
 
 @pytest.mark.parametrize("strip", [None, True, False])
 @pytest.mark.parametrize("lowercase", [True, False])
 def test_b05_casing_and_accents_reach_the_exported_folder(
-    tmp_path: Path, lowercase: bool, strip: bool | None
+    tmp_path: Path, lowercase: bool, strip: bool | None, capsys
 ) -> None:
     from transformers import AutoTokenizer
 
@@ -59,7 +61,7 @@ def test_b05_casing_and_accents_reach_the_exported_folder(
     ours = prep.load(config)
     work = tmp_path / "run"
     ours.save(work / "vocab")
-    out = export(run_with(work / "vocab", ours.vocab_size, work), tmp_path / "out")
+    out = export(run_with(ours.vocab_size, work, ours.fingerprint), tmp_path / "out")
     exported = AutoTokenizer.from_pretrained(out)
     ids, _ = ours.encode_sentences([TEXT])
     assert exported(TEXT)["input_ids"][1:-1] == ids.tolist()
@@ -68,6 +70,14 @@ def test_b05_casing_and_accents_reach_the_exported_folder(
     said = json.loads((out / "tokenizer_config.json").read_text())
     assert said["model_max_length"] == exported.model_max_length == 40
     assert exported.is_fast
+    assert "warning" not in capsys.readouterr().out
+    file = work / "vocab/tokenizer.json"
+    values = json.loads(file.read_text())
+    vocab = values["model"]["vocab"]
+    vocab["a"], vocab["c"] = vocab["c"], vocab["a"]
+    file.write_text(json.dumps(values))
+    export(work, tmp_path / "out2")
+    assert "not, to the byte, the tokenizer" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["roberta-base", "sentencepiece"])
@@ -95,7 +105,7 @@ def test_byte_and_unigram_vocabularies_are_exported_too(
     ours = prep.load(file)
     work = tmp_path / "run"
     ours.save(work / "vocab")
-    out = export(run_with(work / "vocab", ours.vocab_size, work), tmp_path / "out")
+    out = export(run_with(ours.vocab_size, work, ours.fingerprint), tmp_path / "out")
     exported = AutoTokenizer.from_pretrained(out)
     sentence = "The kiln reached nine hundred degrees."
     assert exported(sentence)["input_ids"][1:-1] == ours.encode_sentences([sentence])[0].tolist()
