@@ -45,7 +45,9 @@ def make_groups(tp: int, world: int, rank: int) -> Groups:
 
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tp, create_gloo_process_groups=False
+    )
     dp = world // tp
     return Groups(
         tp,
