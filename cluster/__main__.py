@@ -9,7 +9,10 @@ dispatch(
         "submit": ("cluster.submit", "queue the whole chain of a recipe with SLURM"),
         "status": ("cluster.status", "one screen about a submitted run"),
         "hostfile": ("cluster.hostfile", "a hostfile for the deepspeed launcher"),
-        "launch": ("cluster.launch", "run a command with RANK, WORLD_SIZE, ... mapped from SLURM or MPI"),
+        "launch": (
+            "cluster.launch",
+            "run a command with RANK, WORLD_SIZE, ... mapped from SLURM or MPI",
+        ),
         "preflight": ("cluster.preflight", "check this node before a long job"),
     },
 )
