@@ -86,10 +86,22 @@ def median_ms(step: Callable[[], Any], repeats: int, warmup: int = 2) -> float:
 
 
 class Training:
-    """Our trainer's model, engine and LAMB on one GPU, without its loop."""
+    """Our trainer's model, engine and LAMB on a GPU, without its loop.
+
+    Initial weights are drawn on the GPU (standard deviation 0.02), since the trainer's own, which
+    do not depend on the layout, take seconds on the CPU. groups: pretrain.parallel.groups.Groups.
+    """
 
     def __init__(
-        self, config: ModelConfig, precision: str, kernels: str = "auto", recorded: bool = True
+        self,
+        config: ModelConfig,
+        precision: str,
+        kernels: str = "auto",
+        recorded: bool = True,
+        groups: Any = None,
+        zero_stage: int = 1,
+        sequence_parallel: bool = False,
+        seed: int = 1,
     ) -> None:
         from pretrain.engine import LeanEngine
         from pretrain.kernels import select
@@ -97,19 +109,28 @@ class Training:
         from pretrain.model import build
         from pretrain.parallel.groups import SINGLE
 
-        device = torch.device("cuda")
+        device = torch.device("cuda", torch.cuda.current_device())
+        self.groups = groups or SINGLE
         recipe = Recipe()
         recipe.train.precision = precision
-        chosen = select(kernels, device)
-        model, pieces = build(config, kernels=chosen, seed=1)
+        recipe.parallel.zero_stage = zero_stage
+        chosen = select(kernels, device, precision)
+        model, pieces = build(
+            config, self.groups.tp_group, chosen, seed, sequence_parallel, init=False
+        )
         model = model.to(device).train()
-        self.engine = LeanEngine(recipe, model, pieces, SINGLE, chosen, device)
+        torch.manual_seed(seed)
+        for name, parameter in model.named_parameters():
+            if "LayerNorm" not in name and not name.endswith("bias"):
+                torch.nn.init.normal_(parameter, std=0.02)
+        self.engine = LeanEngine(recipe, model, pieces, self.groups, chosen, device)
         self.model = model
         self.micro = (RecordedMicro if recorded else Micro)(model, self.engine)
 
     def accumulate(self, micros: list[MicroBatch]) -> torch.Tensor:
         """Forward and backward over a global batch; loss sums, fp32 [4]."""
-        masked, rows = sum(m.masked for m in micros), sum(m.rows for m in micros)
+        masked = sum(m.masked for m in micros) * self.groups.dp
+        rows = sum(m.rows for m in micros) * self.groups.dp
         whole = GlobalBatch(micros, masked, rows, 0, 0, 0.0, 0.0)
         last = len(micros) - 1
         sums = [self.micro(m, whole, i == last) for i, m in enumerate(micros)]

@@ -25,7 +25,7 @@ from pretrain.engine import Engine, LeanEngine
 from pretrain.evaluation import Evaluator, unigram
 from pretrain.micro import Micro, RecordedMicro
 from pretrain.model import build
-from pretrain.model.init import start_at_unigram
+from pretrain.model.init import start_at_sinusoids, start_at_unigram
 from pretrain.parallel.groups import Groups, make_groups
 from pretrain.telemetry import Telemetry
 from pretrain.watchdog import Watchdog, connect
@@ -94,7 +94,7 @@ def _assemble(plan: Plan, device: torch.device, watchdog: Watchdog) -> Run:
 
     recipe = plan.recipe
     groups = make_groups(plan.tp, plan.world, plan.rank)
-    kernels = select(recipe.train.kernels, device)
+    kernels = select(recipe.train.kernels, device, recipe.train.precision)
     model, pieces = build(
         plan.model,
         groups.tp_group,
@@ -106,6 +106,8 @@ def _assemble(plan: Plan, device: torch.device, watchdog: Watchdog) -> Run:
     )
     if recipe.train.unigram_bias and plan.newest == 0:
         start_at_unigram(pieces, unigram(plan.shards[recipe.phases[0].shards]))
+    if recipe.train.sinusoidal_positions and plan.newest == 0:
+        start_at_sinusoids(pieces, plan.model.initializer_range)
     engine = _engine_class(plan)(recipe, model, pieces, groups, kernels, device)
     engine.model.train()
     recorded = recipe.train.compile and is_fused(kernels) and isinstance(engine, LeanEngine)

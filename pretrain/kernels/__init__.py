@@ -19,20 +19,31 @@ import torch
 from configs.errors import UserError
 
 
-def select(name: str, device: torch.device | str) -> Any:
+def select(name: str, device: torch.device | str, precision: str = "bf16") -> Any:
     """The kernels to use on `device`. name: `auto` (fused where they run) | `plain`.
 
-    Fused needs a CUDA GPU with bf16 matrix units (compute capability 8.0) and Triton.
-    Raises UserError for any other name.
+    Fused needs a CUDA GPU with bf16 matrix units (compute capability 8.0) and Triton; `precision`
+    fp8 needs 8-bit ones (8.9: Ada, Hopper, Blackwell).
+    Raises UserError for any other name, and for fp8 where it cannot run.
     """
     from pretrain.kernels import plain
 
     if name not in ("auto", "plain"):
         raise UserError(f"train.kernels={name} is not known", "use auto or plain")
     device = torch.device(device)
-    if name == "plain" or device.type != "cuda" or importlib.util.find_spec("triton") is None:
-        return plain
-    if torch.cuda.get_device_capability(device) < (8, 0):
+    able = (0, 0)
+    if name == "auto" and device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        able = torch.cuda.get_device_capability(device)
+    if precision == "fp8":
+        if able < (8, 9):
+            raise UserError(
+                f"train.precision=fp8 with train.kernels={name} does not run on this device",
+                "it needs a GPU of compute capability 8.9 (Ada, Hopper) and kernels=auto; use bf16",
+            )
+        from pretrain.kernels import fused_fp8
+
+        return fused_fp8
+    if able < (8, 0):
         return plain
     from pretrain.kernels import fused
 
@@ -40,5 +51,5 @@ def select(name: str, device: torch.device | str) -> Any:
 
 
 def is_fused(kernels: Any) -> bool:
-    """Whether `kernels` are the fused ones."""
-    return kernels.__name__.endswith(".fused")
+    """Whether `kernels` are of the fused ones."""
+    return "fused" in kernels.__name__
