@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from multiprocessing import connection, get_context, parent_process
+from multiprocessing import connection, forkserver, get_context, parent_process
 from typing import Any, TypeVar
 
 from configs import Progress, UserError
@@ -84,11 +84,18 @@ def describe(item: Any) -> str:
 
 
 class Processes(Executor):
-    """Up to `workers` spawned processes, fed one task at a time; they stay until `close`."""
+    """Up to `workers` processes, fed one task at a time; they stay until `close`.
+
+    They are forked from a server that has no threads (a fork of a process with threads may hang)
+    and has imported what they need while this process still looks at the sources.
+    """
 
     def __init__(self, workers: int) -> None:
         self.workers = workers
         self._processes: dict[Any, Any] = {}  # our end of its pipe -> process
+        self._context = get_context("forkserver")
+        self._context.set_forkserver_preload(["data_prep.rows"])
+        forkserver.ensure_running()
 
     def map(
         self,
@@ -133,9 +140,8 @@ class Processes(Executor):
         return results
 
     def _start(self) -> None:
-        spawn = get_context("spawn")
-        ours, theirs = spawn.Pipe()
-        process = spawn.Process(target=_worker, args=(theirs,), daemon=True)
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=_worker, args=(theirs,), daemon=True)
         process.start()
         theirs.close()
         self._processes[ours] = process
