@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from itertools import count, islice
 
 import numpy as np
 from tokenizers import Tokenizer as Backend
 
 Encoded = tuple[np.ndarray, np.ndarray]  # ids of all texts in a row, how many each has
-BATCH = 1 << 20  # characters worked on at a time
+BATCH = 1 << 19  # characters worked on at a time
 # About 400 MB of cache: 100 bytes an entry and its text. Beyond that it starts anew.
 LARGEST_CACHE = 400 << 20
 ENTRY = 100
@@ -27,20 +29,6 @@ ENTRY = 100
 PUNCTUATION = "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~‘’“”‚„–—…«»‹›¡¿·•†‡。、「」『』（），！？：；"
 IDEOGRAPHS = "\u4e00-\u9fff"
 END = "\n"
-
-
-class _Numbers(dict[str, int]):
-    """text -> number; a new text gets the next number and is remembered as new."""
-
-    def __init__(self) -> None:
-        super().__init__({END: 0})
-        self.new: list[str] = []
-
-    def __missing__(self, text: str) -> int:
-        number = len(self)
-        self[text] = number
-        self.new.append(text)
-        return number
 
 
 class Cache:
@@ -58,7 +46,8 @@ class Cache:
         self._reset()
 
     def _reset(self) -> None:
-        self.numbers = _Numbers()
+        # piece -> number; one not met before gets the next number, without a step of Python.
+        self.numbers: defaultdict[str, int] = defaultdict(count(1).__next__, {END: 0})
         self.size = 0
         self.used = 1  # pieces with known ids; number 0 is the sentence end
         self.counts = np.zeros(1 << 16, np.int64)
@@ -72,8 +61,8 @@ class Cache:
             return np.zeros(0, self.dtype), np.zeros(0, np.int64)
         pieces = self.cut(self.joint.join(texts) + self.joint)
         found = np.fromiter(map(self.numbers.__getitem__, pieces), np.int64, len(pieces))
-        if self.numbers.new:
-            self._learn(self.numbers.new)
+        if len(self.numbers) > self.used:
+            self._learn(list(islice(reversed(self.numbers), len(self.numbers) - self.used))[::-1])
         counts = self.counts[found]
         ends = np.cumsum(counts)
         # Where in self.ids each output position reads: its piece's start plus its place in it.
@@ -94,7 +83,6 @@ class Cache:
         self.ids[self.ids_used : self.ids_used + len(ids)] = ids
         self.used, self.ids_used = last, self.ids_used + len(ids)
         self.size += sum(map(len, pieces)) + ENTRY * len(pieces)
-        pieces.clear()
 
 
 def _grown(array: np.ndarray, size: int) -> np.ndarray:
@@ -110,9 +98,13 @@ class WordCache:
 
     def __init__(self, backend: Backend, specials: Sequence[str], dtype: np.dtype) -> None:
         self.backend, self.specials, self.dtype = backend, specials, dtype
-        normalizer = json.loads(backend.to_str())["normalizer"]
+        parts = json.loads(backend.to_str())
+        normalizer, longest = parts["normalizer"], parts["model"]["max_input_chars_per_word"]
         self.lowercase = normalizer["lowercase"]
-        self.vocab = backend.get_vocab(with_added_tokens=False)
+        # Words that are their own token; longer ones are unknown to WordPiece, whatever it holds.
+        vocab = backend.get_vocab(with_added_tokens=False)
+        plain = {token: i for token, i in vocab.items() if token.isascii() and token.isalnum()}
+        self.known = {token: i for token, i in plain.items() if len(token) <= longest}
         cuts = re.escape(PUNCTUATION) + (IDEOGRAPHS if normalizer["handle_chinese_chars"] else "")
         find = re.compile(f"[^ \\t\\r\\n{cuts}]+|[{cuts}\\n]").findall
         words = Cache(find, END, self._words, dtype)
@@ -131,13 +123,11 @@ class WordCache:
 
     def encode(self, sentences: Sequence[str]) -> Encoded:
         """Ids of all sentences in a row, and the number of ids of each."""
-        parts = []
-        start = size = 0
-        for position, sentence in enumerate(sentences, 1):
-            size += len(sentence)
-            if size >= BATCH or position == len(sentences):
-                parts.append(self._batch(sentences[start:position]))
-                start, size = position, 0
+        ends = np.cumsum(np.fromiter(map(len, sentences), np.int64, len(sentences)))
+        total = int(ends[-1]) if len(ends) else 0
+        cuts = np.searchsorted(ends, np.arange(BATCH, total, BATCH)) + 1
+        cuts = np.unique(np.concatenate([[0], cuts, [len(sentences)]])).tolist()
+        parts = [self._batch(sentences[a:b]) for a, b in zip(cuts, cuts[1:])]
         return _joined(parts, self.dtype)
 
     def _batch(self, sentences: Sequence[str]) -> Encoded:
@@ -160,20 +150,21 @@ class WordCache:
 
     def _words(self, words: list[str]) -> Encoded:
         """Ids of new words: one look into the vocabulary for plain ones, the real thing for others."""
-        ids: list[list[int]] = []
-        hard: list[int] = []
-        for position, word in enumerate(words):
-            number = None
-            if word.isascii() and word.isalnum() and len(word) <= 100:
-                number = self.vocab.get(word.lower() if self.lowercase else word)
-            if number is None:
-                hard.append(position)
-            ids.append([] if number is None else [number])
-        encoded = self.backend.encode_batch_fast([words[i] for i in hard], add_special_tokens=False)
-        for position, one in zip(hard, encoded):
-            ids[position] = one.ids
-        counts = np.array([len(one) for one in ids], np.int64)
-        return np.array([i for one in ids for i in one], self.dtype), counts
+        known = self.known.get
+        if self.lowercase:
+            found = [known(w.lower(), -1) if w.isascii() else -1 for w in words]
+        else:
+            found = [known(w, -1) for w in words]
+        single = np.array(found, np.int64)
+        hard = single < 0
+        ids, hard_counts = self._real([words[i] for i in np.flatnonzero(hard)])
+        counts = np.ones(len(words), np.int64)
+        counts[hard] = hard_counts
+        from_hard = np.repeat(hard, counts)
+        joined = np.empty(len(from_hard), self.dtype)
+        joined[from_hard] = ids
+        joined[~from_hard] = single[~hard]
+        return joined, counts
 
 
 def flatten(backend: Backend, texts: Sequence[str], dtype: np.dtype) -> Encoded:
