@@ -70,7 +70,7 @@ def real(run: Run, books: Path) -> Run:
             {"name": "a", "shards": "len64", "global_batch": 16, "steps": 10},
             {"name": "b", "shards": "len64", "global_batch": 16, "steps": 4},
         ],
-        "train": {"precision": "fp32", "eval_rows": 16},
+        "train": {"precision": "fp32", "eval_rows": 16, "threads": 1},
         "checkpoint": {"every": 4},
         "guard": {"hang_timeout_s": 20},
     }
@@ -93,6 +93,7 @@ def quiet(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory, books: Pat
     """The undisturbed chain."""
     run = real(Run(cluster, tmp_path_factory.mktemp("real") / "quiet"), books)
     run.profile["sbatch_options"] = {"exclude": "alpha,gpu08"}  # where the other one is disturbed
+    run.profile["preflight"] = True
     run.submit()
     yield run
     run.cancel()
@@ -102,6 +103,8 @@ def test_chain(quiet, repo):
     quiet.finish(400)
     assert sorted(quiet.losses()) == list(range(1, 15))
     assert (quiet.work / "hf" / "config.json").exists()
+    assert "2 processes on 2 nodes, versions equal" in quiet.output("train-a")
+    assert "all-reduce of 64 MB over 2 processes" in quiet.output("train-a")
     screen = subprocess.run(
         [sys.executable, "-m", "cluster", "status", str(quiet.work)],
         capture_output=True,
