@@ -161,7 +161,7 @@ def test_preempted_and_cut_training_ends_with_the_same_losses(quiet, cluster, ne
         wait_for(lambda: run.restarts() == 2, 200, "the power cut", run.report)
     finally:
         cluster.do("start-node", nodes[-1])
-    run.finish(400)
+    run.wait_state("train-b", "COMPLETED", seconds=400)
     quiet.finish(400)
     assert run.losses() == quiet.losses()
 
