@@ -168,7 +168,9 @@ def _device(plan: Plan) -> torch.device:
     if recipe.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    if plan.device == "cpu" or not torch.cuda.is_available():
+    if plan.device == "cuda" and not torch.cuda.is_available():
+        plan.warnings.append("a GPU is there, but this torch cannot use it: training on the CPU")
+    if not torch.cuda.is_available() or plan.device == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         return torch.device("cpu")
     torch.cuda.set_device(plan.local_rank)
@@ -219,9 +221,10 @@ def _resume(plan: Plan, engine: Engine) -> tuple[int, dict[str, Any]]:
     found = checkpoints(plan.train_dir) if recipe.checkpoint.resume else []
     found = _same_everywhere(found)
     for step, folder in reversed(found):
-        meta, error = _load(engine, folder, moments=True)
+        # Update 0 is an imported model: weights alone, so the moments start at zero.
+        meta, error = _load(engine, folder, moments=step > 0)
         if meta is not None:
-            return step, meta["state"]
+            return step, meta["state"] if step > 0 else {}
         if plan.rank == 0:
             say(f"{folder} is damaged and skipped: {error}")
     if found:

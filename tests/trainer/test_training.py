@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from cluster.environment import free_port
-from pretrain.checkpoint import latest
+from pretrain.checkpoint import latest, load_logical, read_meta, save_logical
 from pretrain.checkpoint.folder import checkpoints
 from pretrain.telemetry import read_log
 from tests.trainer.launch import REPO
@@ -196,8 +196,6 @@ def test_b33_nan_for_good_in_fp16_stops_and_saves_no_nan(whole, tmp_path):
     assert code == [76], output(run)
     assert "20 updates in a row" in output(run)
     assert min(losses(run, "loss_scale").values()) >= 1
-    from pretrain.checkpoint import load_logical
-
     for tensor in load_logical(latest(run / "train")).values():
         assert tensor.isfinite().all()
 
@@ -207,6 +205,20 @@ def test_nan_in_full_precision_stops_after_the_patience(whole, tmp_path):
     assert train(run, accident="nan:8") == [76], output(run)
     assert "3 in a row (guard.nan_patience=3)" in output(run)
     assert latest(run / "train").name == "step-00000005"
+
+
+def test_training_starts_from_weights_alone(whole, tmp_path):
+    """An imported model in the run's own folder, or in another that checkpoint.init_from names."""
+    run, other = fresh(whole, tmp_path / "run"), fresh(whole, tmp_path / "other")
+    source = latest(whole / "train")
+    meta = {k: v for k, v in read_meta(source).items() if k in ("model", "tokenizer_fingerprint")}
+    save_logical(run / "train", load_logical(source), meta)
+    assert train(run, "train.stop_at=3") == [0], output(run)
+    assert train(other, "train.stop_at=3", f"checkpoint.init_from={whole}") == [0], output(other)
+    assert "weights from" in output(other)
+    assert evaluations(run)[0] == evaluations(other)[0] == evaluations(whole)[UPDATES]
+    assert losses(run) == losses(other)
+    assert losses(run, "lr") == {k: v for k, v in losses(whole, "lr").items() if k <= 3}
 
 
 def test_gpu_memory_running_out_is_a_message(whole, tmp_path):
