@@ -176,6 +176,9 @@ class TrainConfig:
     # Start the MLM bias at the log frequencies of the training rows' tokens (2212.09686): otherwise
     # the first updates teach them to the hidden states, all in one direction.
     unigram_bias: bool = False
+    # Start the position embeddings as sinusoids (1706.03762) of BERT's variance: neighbours are found
+    # by one rotation for all positions, instead of learned for each. They are trained all the same.
+    sinusoidal_positions: bool = False
     eval_every: int = 0  # updates; 0 = only at start and end
     eval_rows: int = 4096  # held-out rows scored; 0 = all
     probe: str = ""  # a BLiMP parquet: scored by pseudo-log-likelihood at each evaluation

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from hashlib import sha256
 
@@ -46,3 +47,19 @@ def start_at_unigram(pieces: Iterable[Piece], log_probabilities: np.ndarray) -> 
             block = piece.view(piece.param.view(-1))
             theirs, ours = piece.clip(block)
             block[ours] = bias[theirs].to(block.device, block.dtype)
+
+
+@torch.no_grad()
+def start_at_sinusoids(pieces: Iterable[Piece], std: float) -> None:
+    """Sets the position embeddings to sines and cosines with root mean square `std`; wavelengths go
+    from 2 pi to 2 pi times the number of positions."""
+    for piece in pieces:
+        if piece.name == "bert.embeddings.position_embeddings.weight":
+            count, hidden = piece.logical_shape
+            rates = float(count) ** -torch.linspace(0, 1, hidden // 2)
+            angles = torch.arange(count)[:, None] * rates
+            waves = torch.zeros(count, hidden)
+            waves[:, : 2 * len(rates)] = torch.cat((angles.sin(), angles.cos()), 1)
+            block = piece.view(piece.param.view(-1))
+            theirs, ours = piece.clip(block)
+            block[ours] = (std * math.sqrt(2) * waves)[theirs].to(block.device, block.dtype)
