@@ -45,14 +45,15 @@ class MicroBatch:
     masked: int
     sum_squared_lengths: int
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors by name, in a fixed order."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: v for name, v in values.items() if isinstance(v, torch.Tensor)}
+
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
         """A copy with `change` applied to every tensor."""
-        tensors: dict[str, Any] = {
-            f.name: change(value)
-            for f in fields(self)
-            if isinstance(value := getattr(self, f.name), torch.Tensor)
-        }
-        return replace(self, **tensors)
+        changed: dict[str, Any] = {name: change(v) for name, v in self.tensors().items()}
+        return replace(self, **changed)
 
 
 @dataclass
@@ -179,13 +180,13 @@ class Batches:
         else:
             batch = self._thread.submit(self._build, step_in_phase).result()
         self._next = None
-        if step_in_phase + 1 < self.phase.steps:
-            following = step_in_phase + 1
+        if self.device.type != "cpu":
+            batch = replace(batch, micros=to_device(batch.micros, self.device))
+        # Not before: the thread would compete for the interpreter while this one still copies.
+        following = step_in_phase + 1
+        if following < self.phase.steps:
             self._next = following, self._thread.submit(self._build, following)
-        if self.device.type == "cpu":
-            return batch
-        moved = [m.map(lambda t: t.to(self.device, non_blocking=True)) for m in batch.micros]
-        return replace(batch, micros=moved)
+        return batch
 
     def close(self) -> None:
         """Ends the thread; a batch in the making is finished first."""
@@ -193,7 +194,7 @@ class Batches:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _enter_thread(self) -> None:
-        if self.device.type == "cuda":  # or pinning would open a context on the first card
+        if self.device.index is not None:  # or pinning would open a context on the first card
             torch.cuda.set_device(self.device)
 
     def row_ids(self, step_in_phase: int) -> tuple[np.ndarray, np.ndarray]:
@@ -209,7 +210,7 @@ class Batches:
             places = plan.bin(self.dp_rank, number)
             micros.append(self.builder.micro(plan, epochs[places], rows[places]))
         if self.device.type == "cuda":
-            micros = [micro.map(torch.Tensor.pin_memory) for micro in micros]
+            micros = in_one_buffer(micros, pin=True)
         return GlobalBatch(
             micros=micros,
             masked_total=int(counts.sum()),
@@ -219,6 +220,35 @@ class Batches:
             waste=plan.waste,
             epoch=(step_in_phase + 1) * self.phase.global_batch / self.order.num_rows,
         )
+
+
+def in_one_buffer(micros: list[MicroBatch], pin: bool) -> list[MicroBatch]:
+    """The same micro-batches as views of one (pinned) buffer, which one copy takes to the device."""
+    sizes = [_aligned(t) for m in micros for t in m.tensors().values()]
+    buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pin)
+    place = iter(np.cumsum([0, *sizes]).tolist())
+
+    def put(tensor: torch.Tensor) -> torch.Tensor:
+        return _view(buffer, next(place), tensor).copy_(tensor)
+
+    return [micro.map(put) for micro in micros]
+
+
+def to_device(micros: list[MicroBatch], device: torch.device) -> list[MicroBatch]:
+    """Micro-batches of `in_one_buffer` on a device, by a single copy that does not wait."""
+    first = next(iter(micros[0].tensors().values()))
+    host = torch.empty(0, dtype=torch.uint8).set_(first.untyped_storage())
+    moved = host.to(device, non_blocking=True)
+    return [m.map(lambda t: _view(moved, int(t.storage_offset()) * t.itemsize, t)) for m in micros]
+
+
+def _aligned(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor, rounded up so that what follows starts as kernels like it."""
+    return -(-tensor.nbytes // 256) * 256
+
+
+def _view(buffer: torch.Tensor, begin: int, like: torch.Tensor) -> torch.Tensor:
+    return buffer[begin : begin + like.nbytes].view(like.dtype).view(like.shape)
 
 
 def make_packer(

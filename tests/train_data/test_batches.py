@@ -11,7 +11,7 @@ import torch
 from configs import UserError
 from configs.schema import MaskingConfig, PhaseConfig
 from data_prep.shards import open_shards
-from pretrain.data.batches import Batches, MicroBatch
+from pretrain.data.batches import Batches, MicroBatch, in_one_buffer, to_device
 from tests.synthetic import make_shards
 
 
@@ -215,6 +215,23 @@ def test_a_damaged_part_is_reported_by_the_thread_that_reads_ahead(tmp_path) -> 
         for step in range(10):
             b.update(step)
     b.close()
+
+
+def test_one_copy_brings_every_tensor_over_unchanged(shards) -> None:
+    b = batches(shards, budget=512)
+    micros = b.update(0).micros
+    b.close()
+    host = in_one_buffer(micros, pin=False)
+    assert len({t.untyped_storage().data_ptr() for m in host for t in m.tensors().values()}) == 1
+    meta = to_device(host, torch.device("meta"))
+    there = to_device(host, torch.device("cpu"))
+    for whole, empty, moved in zip(micros, meta, there):
+        assert whole.rows == moved.rows and whole.max_length == moved.max_length
+        for name, tensor in whole.tensors().items():
+            assert torch.equal(tensor, moved.tensors()[name])
+            assert tensor.dtype == moved.tensors()[name].dtype
+            assert tensor.shape == empty.tensors()[name].shape
+            assert moved.tensors()[name].data_ptr() % 16 == 0
 
 
 @pytest.mark.gpu
