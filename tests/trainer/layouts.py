@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from zlib import crc32
 
 import torch
 import torch.distributed as dist
 
+from configs.loading import to_dict
 from configs.schema import OptimizerConfig, Recipe
+from pretrain.checkpoint import latest
+from pretrain.checkpoint.reader import Reader, load_shard
+from pretrain.checkpoint.writer import Writer
 from pretrain.model import build
 from pretrain.optim.reference import ReferenceLamb
 from pretrain.parallel.groups import Groups
@@ -213,3 +218,30 @@ def run_all(layouts: list[Layout]) -> dict[str, tuple]:
         tensors = gather(engine)
         out[str(layout)] = (losses, norms, tensors if dist.get_rank() == 0 else None)
     return out
+
+
+def resume(layout: Layout, groups: Groups, folder: Path) -> tuple[list[float], list[float]]:
+    """(losses of ten updates, losses of the last five after a stop and a load in between)."""
+    losses, _, engine = train(layout, groups, 5)
+    copy = dist.get_rank() // groups.world
+    writer = Writer(folder / f"{layout}-{copy}", groups, 1, "test")
+    meta = {
+        "model": to_dict(config()),
+        "tensors": {p.name: list(p.logical_shape) for p in engine.pieces},
+        "state": engine.state(),
+    }
+    writer.save(5, engine.shard, meta)
+    writer.close()
+    losses += train(layout, groups, 5, start=5, engine=engine)[0]
+    dist.barrier()  # published on the ranks that only read it
+    other = make_engine(layout, groups)
+    with Reader(latest(writer.train_dir)) as reader:
+        load_shard(reader, other.shard)
+        other.load(reader.meta["state"])
+    return losses, train(layout, groups, 5, start=5, engine=other)[0]
+
+
+def run_world(layouts: list[Layout], resumed: list[Layout], folder: Path) -> tuple[dict, dict]:
+    """What `run_all` and `resume` give, in one world."""
+    again = {str(x): resume(x, make_groups(x.tp, x.dp), folder) for x in resumed}
+    return run_all(layouts), again

@@ -37,14 +37,28 @@ LOW = [
 ]
 
 
+RESUMED = [
+    Layout(1, 2, 1, 4, "deepspeed", "bf16"),
+    Layout(2, 2, 2, 1, "deepspeed", "fp16"),
+    Layout(2, 2, 1, 1, "lean", "bf16"),
+    Layout(1, 4, 0, 1, "lean", "fp16"),
+]
+
+
 @pytest.fixture(scope="module")
 def expected():
     return reference()
 
 
 @pytest.fixture(scope="module")
-def results():
-    return world(4, "tests.trainer.layouts:run_all", FP32 + LOW)[0]
+def everything(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("world")
+    return world(4, "tests.trainer.layouts:run_world", FP32 + LOW, RESUMED, folder)[0]
+
+
+@pytest.fixture(scope="module")
+def results(everything):
+    return everything[0]
 
 
 def worst(tensors, wanted):
@@ -74,6 +88,13 @@ def test_low_precision_tracks_the_reference(layout, results, expected):
     assert losses == pytest.approx(expected[0], abs=close)
     assert norms == pytest.approx(expected[1], rel=close)
     assert worst(tensors, expected[2])[0] < close, worst(tensors, expected[2])
+
+
+@pytest.mark.parametrize("layout", RESUMED, ids=str)
+def test_low_precision_resumes_to_the_last_bit(layout, everything):
+    whole, after = everything[1][str(layout)]
+    assert after == whole[5:]
+    assert len(set(whole)) == 10
 
 
 @pytest.mark.slow
