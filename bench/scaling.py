@@ -66,6 +66,7 @@ def measure(
     dist.all_reduce(ms, dist.ReduceOp.MAX)
     per_gpu = h.flops(config, micros) / float(ms) * 1e-9 / groups.tp
     memory = torch.cuda.max_memory_allocated()
+    training.micro.close()
     return {
         "step_ms": round(float(ms), 1),
         "tflops_per_gpu": round(per_gpu, 1),

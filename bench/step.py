@@ -30,7 +30,7 @@ SHAPES = {"qkv": (3072, 1024), "out": (1024, 1024), "fc1": (4096, 1024), "fc2": 
 
 def ceilings() -> dict[str, Any]:
     # A second of load first: the clock that a step of a second gets.
-    peak = h.matmul_rate(8192, 8192, 8192, 100, 500)
+    peak = h.matmul_rate(8192, 8192, 8192, 50, 500)
     rates = {"bf16_8192": peak, "bf16_8192_burst": 0.0, "copy_tb_s": h.copy_rate()}
     time.sleep(2)
     rates["bf16_8192_burst"] = h.matmul_rate(8192, 8192, 8192)
@@ -127,7 +127,17 @@ def packed(folder: Path, training: h.Training) -> dict[str, Any]:
     fill = float(shards.lengths[:].mean()) / shards.max_length
     rows = min(shards.num_rows, int(TOKENS * h.MICRO_BATCHES / (fill * shards.max_length)))
     phase = PhaseConfig(global_batch=rows, steps=10)
-    batches = Batches(shards, phase, 0, MaskingConfig(), 1, 0, 1, TOKENS, torch.device("cuda"))
+    batches = Batches(
+        shards,
+        phase,
+        0,
+        MaskingConfig(),
+        1,
+        0,
+        1,
+        TOKENS,
+        torch.device("cuda", torch.cuda.current_device()),
+    )
     batch = batches.update(0)
     batches.close()
     dense = [h.fixed_rows(shards.max_length, shards.mask_cap, TOKENS, seed=i) for i in range(4)]

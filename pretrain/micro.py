@@ -31,6 +31,9 @@ class Micro:
         self.engine.backward(_loss(sums, shares), last)
         return torch.stack([x.detach().float() for x in sums])
 
+    def close(self) -> None:
+        """Before the process groups go: nothing to let go of."""
+
 
 def _loss(sums: Any, shares: Tensor) -> Tensor:
     return sums.mlm_sum * shares[0] + sums.nsp_sum * shares[1]
@@ -58,6 +61,12 @@ class RecordedMicro(Micro):
             self.graphs[key] = _Recording(self.model, self.engine, micro, last, self.pool)
         scale = self.engine.loss_scale
         return self.graphs[key].run(micro, scale / batch.masked_total, scale / batch.rows_total)
+
+    def close(self) -> None:
+        """Frees the graphs: a communicator waits for ever for those that recorded it."""
+        torch.cuda.synchronize()
+        self.graphs.clear()
+        self.pool, self.max_length = None, 0
 
 
 class _Recording:

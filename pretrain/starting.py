@@ -62,6 +62,7 @@ class Run:
     def close(self) -> None:
         """The orderly end, on all ranks together."""
         self.telemetry.close()
+        self.micro.close()
         if dist.is_initialized():
             dist.barrier()
         self.watchdog.close()
