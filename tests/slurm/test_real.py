@@ -166,6 +166,18 @@ def test_preempted_and_cut_training_ends_with_the_same_losses(quiet, cluster, ne
     assert run.losses() == quiet.losses()
 
 
+def test_b19_a_prep_that_fails_ends_at_once_and_says_why(new_run, books, tmp_path):
+    shutil.copytree(books, tmp_path / "books")
+    (tmp_path / "books" / "book05.txt").unlink()
+    (tmp_path / "books" / "book05.txt").symlink_to("/nowhere/book05.txt")
+    run = real(new_run("unreadable"), tmp_path / "books")
+    run.submit()
+    run.wait_state("prep", "FAILED", seconds=60)
+    run.wait_state("evaluate", "CANCELLED")
+    assert "book05.txt" in run.output("prep")
+    assert "stopped rc=2" in run.lives("prep")
+
+
 @pytest.mark.parametrize("launcher", ["slurm", "openmpi"])
 def test_deepspeed_launcher_starts_two_by_two(quiet, repo, tmp_path, launcher):
     """With the command line that `cluster hostfile` prints."""

@@ -99,6 +99,21 @@ def cancelled_by_a_person_stays_cancelled(run: Run) -> None:
     assert [line["step"] for line in run.log()].count(at) == 1
 
 
+def shards_are_copied_to_each_node_once(run: Run) -> None:
+    shards, local = run.work / "shards" / "len128", run.folder / "local"
+    shards.mkdir(parents=True)
+    (shards / "index.json").write_text("one")
+    run.profile |= {"stage_shards_to": str(local), "nodes": 1, "tasks_per_node": 2}
+    run.standin(update_s=0.01).submit()
+    finish(run)
+    copy = local / run.recipe["name"] / "len128" / "index.json"
+    assert copy.read_text() == "one"
+    assert (
+        f"train.shards_dir={copy.parent.parent}"
+        in (run.work / "slurm" / "train-a.sbatch").read_text()
+    )
+
+
 def a_rank_that_exits_is_started_again(run: Run) -> None:
     failing_once(run, "exit@15:1")
 
@@ -150,6 +165,7 @@ SIDE_BY_SIDE: list[Callable[[Run], None]] = [
     b51_term_only_and_twice,
     cancelled_by_a_person_stays_cancelled,
     chain_runs_in_order_and_is_not_run_again,
+    shards_are_copied_to_each_node_once,
     a_rank_that_exits_is_started_again,
     a_rank_that_hangs_is_started_again,
     failing_twice_at_the_same_step_stops_with_the_reason,
