@@ -18,8 +18,9 @@ import numpy as np
 
 from configs import UserError, say
 from data_prep.inspect import MEANING, overview, show, token_names
+from data_prep.shard_index import HELD_OUT
 from data_prep.shard_writer import publish_bytes
-from data_prep.shards import HELD_OUT, Shards, open_shards
+from data_prep.shards import Shards, open_shards
 
 COUNTED_ROWS = 200_000  # rows whose tokens are counted, spread over the set
 STYLE = (

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from configs import UserError, say
-from data_prep.shards import HELD_OUT, Rows, Shards, open_shards
+from data_prep.shard_index import HELD_OUT
+from data_prep.shards import Rows, Shards, open_shards
 
 MEANING = {
     "nsp": ("B follows A", "B is from another document"),

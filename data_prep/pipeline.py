@@ -40,8 +40,9 @@ from data_prep.settings import (
     mask_cap,
     set_settings,
 )
+from data_prep.shard_index import INDEX, digest, pack_bools, read_index
 from data_prep.shard_writer import finish_folder, publish_json, remove
-from data_prep.shards import INDEX, Layout, digest, open_shards, pack_bools, read_index
+from data_prep.shards import Layout, open_shards
 from data_prep.sources import open_source
 from data_prep.tokenizer import load
 

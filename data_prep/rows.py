@@ -21,8 +21,9 @@ from data_prep.arrays import is_whole, load_arrays, load_meta, save_arrays
 from data_prep.documents import Context, forget, select
 from data_prep.masks import static_masks
 from data_prep.pairs import Plan, Pool, assemble, plan_rows
+from data_prep.shard_index import file_digest
 from data_prep.shard_writer import concatenate, write_part
-from data_prep.shards import Layout, Rows, file_digest, offsets_of
+from data_prep.shards import Layout, Rows, offsets_of
 
 HELD_OUT, TRAIN = "held-out", "train"
 _ROWS_AT_ONCE = 32768  # rows assembled at once

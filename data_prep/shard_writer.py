@@ -12,15 +12,17 @@ from typing import Any, BinaryIO
 import numpy as np
 import pyarrow as pa
 
-from data_prep.shards import (
+from data_prep.shard_index import (
     FORMAT,
     INDEX,
     LENGTHS,
     VERSION,
-    Layout,
-    Rows,
     digest,
     file_digest,
+)
+from data_prep.shards import (
+    Layout,
+    Rows,
     numpy_type,
     offsets_of,
     ragged_index,

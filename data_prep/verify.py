@@ -15,7 +15,14 @@ import numpy as np
 import pyarrow as pa
 
 from configs import Progress, UserError, load_recipe, say
-from data_prep.shards import HELD_OUT, INDEX, LENGTHS, Layout, file_digest, read_index
+from data_prep.shard_index import (
+    HELD_OUT,
+    INDEX,
+    LENGTHS,
+    file_digest,
+    read_index,
+)
+from data_prep.shards import Layout
 
 # Files a shard folder may hold beside what its index names.
 _EXPECTED = {INDEX, HELD_OUT, ".build", "README.md"}

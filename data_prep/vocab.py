@@ -36,8 +36,8 @@ def make_vocab(recipe: Recipe) -> Path:
             holds the vocabulary of other settings.
     """
     from data_prep.settings import difference
+    from data_prep.shard_index import digest
     from data_prep.shard_writer import publish_json, remove
-    from data_prep.shards import digest
     from data_prep.sources import open_source
     from data_prep.tokenizer import load, train
 

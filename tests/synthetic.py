@@ -7,8 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
+from data_prep.shard_index import HELD_OUT, pack_bools
 from data_prep.shard_writer import write_folder
-from data_prep.shards import HELD_OUT, Layout, Rows, offsets_of, pack_bools
+from data_prep.shards import Layout, Rows, offsets_of
 
 SPECIAL_IDS = {"pad": 0, "unk": 1, "cls": 2, "sep": 3, "mask": 4}
 

@@ -16,7 +16,8 @@ import data_prep.sources.base
 from configs import UserError
 from data_prep.pipeline import join_units
 from data_prep.settings import difference
-from data_prep.shards import Shards, held_out, open_shards, read_index
+from data_prep.shard_index import read_index
+from data_prep.shards import Shards, held_out, open_shards
 from tests.data_prep.corpus import (
     LETTERS,
     SPECIAL,

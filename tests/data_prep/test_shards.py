@@ -12,17 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs import UserError
+from data_prep.shard_index import HELD_OUT, pack_bools, unpack_bools
 from data_prep.shard_writer import concatenate, take, write_folder
 from data_prep.shards import (
-    HELD_OUT,
     Layout,
     Rows,
     held_out,
     offsets_of,
     open_shards,
-    pack_bools,
     ragged_index,
-    unpack_bools,
 )
 from tests.synthetic import make_rows, make_shards
 

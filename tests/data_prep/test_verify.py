@@ -13,8 +13,9 @@ import pyarrow as pa
 import pytest
 
 from configs import UserError
+from data_prep.shard_index import digest, file_digest, read_index
 from data_prep.shard_writer import publish_json, take, write_part
-from data_prep.shards import Layout, Rows, digest, file_digest, open_shards, read_index
+from data_prep.shards import Layout, Rows, open_shards
 from data_prep.verify import check_folder, main
 from tests.data_prep.corpus import build, recipe_file, write_texts
 
