@@ -182,10 +182,12 @@ def run(skip: set[str], folders: list[Path]) -> dict[str, Any]:
     base: dict[int, float] = {}
     for length, masked in SIZES:
         for compiled in [] if "hf" in skip else [False, True]:
+            name = "HF compiled" if compiled else "HF eager"
+            if name.split()[1] in skip:
+                continue
             clear()
             ms, memory = hugging_face(config, length, masked, compiled)
             base[length] = ms
-            name = "HF compiled" if compiled else "HF eager"
             add(row(name, length, config, ms, peak, memory))
             torch._dynamo.reset()
     kinds = [("bf16", 0.1), ("fp8", 0.1), ("bf16", 0.0), ("fp16", 0.1)]
@@ -222,7 +224,9 @@ def main() -> None:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON line last")
     parser.add_argument(
-        "--skip", default="", help="parts to leave out: hf,ours,bf16,fp16,fp8,packed,budget"
+        "--skip",
+        default="",
+        help="parts to leave out: hf,eager,compiled,ours,bf16,fp16,fp8,packed,budget",
     )
     parser.add_argument("--shards", type=Path, nargs="*", default=[], help="shard folders to pack")
     options = parser.parse_args()
