@@ -182,11 +182,17 @@ class Run:
         return (self.work / "slurm" / f"{job}.log").read_text()
 
     def wait_step(self, step: int, seconds: float = 60) -> None:
-        wait_for(lambda: self.step() >= step, seconds, f"update {step}", self.report)
+        def reached() -> bool:
+            stopped = [j for j in self.ids if " stopped " in self.lives(j)]
+            assert not stopped, self.report()
+            return self.step() >= step
+
+        wait_for(reached, seconds, f"update {step}", self.report)
 
     def wait_state(self, job: str, *states: str, seconds: float = 60) -> str:
         def reached() -> str:
             state = self.cluster.state(self.ids[job])
+            assert state in states or state not in ("FAILED", "CANCELLED"), self.report()
             return state if state in states else ""
 
         return wait_for(reached, seconds, f"{job} in {states}", self.report)
