@@ -1,8 +1,8 @@
 """When training must skip an update, save and leave, or stop: decisions without collectives.
 
 Everything here is fed with numbers that are equal on all ranks (all-reduced losses and norms), so
-that all ranks decide alike; only a signal reaches ranks at different times and is agreed upon with
-`any_rank`.
+that all ranks decide alike; only a signal reaches ranks at different times: whether any of them has
+one travels in the trainer's all-reduced figures.
 """
 
 from __future__ import annotations
@@ -180,15 +180,3 @@ def _signal(name: str) -> signal.Signals:
     if number in (signal.SIGKILL, signal.SIGSTOP):
         raise UserError(f"guard.save_signals: {name} cannot be caught", "use SIGTERM or SIGUSR1")
     return number
-
-
-def any_rank(flag: bool, device: Any = "cpu") -> bool:
-    """True on all ranks if `flag` is on one of them: a collective when there are several ranks."""
-    import torch
-    import torch.distributed as dist
-
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return flag
-    agreed = torch.tensor([int(flag)], device=device)
-    dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
-    return bool(agreed.item())

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from configs import UserError
 from configs.errors import DIVERGED_EXIT
 from configs.schema import GuardConfig
-from pretrain.guard import LossGuard, LossScaler, StopSignals, TrainingStopped, any_rank
+from pretrain.guard import LossGuard, LossScaler, StopSignals, TrainingStopped
 
 
 def test_b33_three_overflows_recover_and_the_scale_grows_back() -> None:
@@ -110,7 +110,3 @@ def test_signals_that_are_none_are_refused() -> None:
         StopSignals(["SIGFOO"])
     with pytest.raises(UserError, match="cannot be caught"):
         StopSignals(["KILL"])
-
-
-def test_one_process_needs_no_agreement() -> None:
-    assert any_rank(True) is True and any_rank(False) is False
