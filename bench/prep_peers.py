@@ -106,7 +106,7 @@ def _google(documents: list[Document], vocab: Path) -> Callable[[], object]:
 def _lddl(documents: list[Document], vocab: Path) -> Callable[[], object]:
     import nltk
     from nltk.tokenize.punkt import PunktSentenceTokenizer
-    from transformers import BertTokenizerFast
+    from transformers import AutoTokenizer
 
     names = (
         "dask dask.bag dask.distributed lddl lddl.utils lddl.download lddl.download.utils lddl.dask"
@@ -122,9 +122,9 @@ def _lddl(documents: list[Document], vocab: Path) -> Callable[[], object]:
             sys.modules.pop(name, None)
     lddl.split_id_text = lambda text: ("", text)
     nltk.tokenize.sent_tokenize = PunktSentenceTokenizer().tokenize
-    tokenizer = BertTokenizerFast.from_pretrained(vocab)
+    tokenizer = AutoTokenizer.from_pretrained(vocab)
 
-    class Bag(list):  # type: ignore[type-arg]
+    class Bag(list[Any]):
         def map(self, function: Callable[[Any], Any]) -> Bag:
             return Bag(function(item) for item in self)
 

@@ -58,7 +58,7 @@ class ExtractedSource(Source):
                 if lines and lines[0].strip() == title.strip():
                     lines = lines[1:]
                 lines = [" ".join(line.split()) for line in lines]
-                paragraphs = without_titles([line for line in lines if line])
+                paragraphs = without_titles([line for line in lines if line], dotted=True)
                 if paragraphs:
                     yield Document(f"{self.name}/{key}/{title}", paragraphs)
                 else:

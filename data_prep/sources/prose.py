@@ -6,7 +6,7 @@ import re
 
 _ENDS = re.compile(r"[.!?:;,…。！？؟।—-][\"'”’»)\]]*\Z")
 
-_TITLE = re.compile(r"[A-Z]\w*(?: \w+){0,2}\.")
+_DOTTED_TITLE = re.compile(r"[A-Z]\w*(?: \w+){0,2}\.")
 LONGEST_TITLE = 60  # characters of a line that may be a title
 
 
@@ -29,12 +29,16 @@ def paragraphs_of(text: str) -> list[str]:
     return without_titles(lines) if len(lines) > 1 else lines
 
 
-def without_titles(lines: list[str]) -> list[str]:
-    """Lines that are no section titles: long ones, and those with a sentence's end that are more
-    than "History." (older WikiExtractors put a full stop behind a title)."""
+def without_titles(lines: list[str], dotted: bool = False) -> list[str]:
+    """Lines that are no section titles: long ones, and those with a sentence's end. dotted: titles
+    may have a full stop ("Early life."), as older WikiExtractors put it."""
     return [
         line
         for line in lines
         if len(line) >= LONGEST_TITLE
-        or (_ENDS.search(line) and not line.startswith("==") and not _TITLE.fullmatch(line))
+        or (
+            _ENDS.search(line)
+            and not line.startswith("==")
+            and not (dotted and _DOTTED_TITLE.fullmatch(line))
+        )
     ]

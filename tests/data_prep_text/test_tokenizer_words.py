@@ -73,7 +73,7 @@ def same_ids(tokenizer: Tokenizer, texts: list[str]) -> None:
     assert values.dtype == tokenizer.dtype and offsets.dtype == np.int64
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(texts=TEXTS, switches=st.sampled_from(SETTINGS))
 def test_ids_equal_the_real_tokenizers(tokenizers, texts, switches) -> None:
     same_ids(tokenizers[switches], texts)
