@@ -76,7 +76,7 @@ def build_recipe(recipe: Recipe, names: list[str], executor: Executor) -> list[P
     with _lock(shards) if executor.is_lead else nullcontext():
         todo = executor.once(lambda: [n for n in names if not _finished(plan, n)])
         if todo:
-            counts = _documents(plan, executor)
+            counts = _documents(plan, todo, executor)
             for name in todo:
                 _build_set(plan, name, counts, executor)
         if executor.is_lead and all((shards / n / INDEX).is_file() for n in recipe.shards):
@@ -168,8 +168,11 @@ def _finished(plan: Plan, name: str) -> bool:
     return True
 
 
-def _documents(plan: Plan, executor: Executor) -> list[dict[str, Any]]:
-    """Tokenises every unit and looks for duplicates; counts of each unit."""
+def _documents(plan: Plan, todo: list[str], executor: Executor) -> list[dict[str, Any]]:
+    """Tokenises every unit and looks for duplicates; counts of each unit.
+
+    todo: the sets to be built from them, whose need of disk is told and checked first.
+    """
     context = plan.context
     size = sum(unit.range.size for unit in plan.units)
 
@@ -178,10 +181,13 @@ def _documents(plan: Plan, executor: Executor) -> list[dict[str, Any]]:
             if other != context.folder:
                 remove(other)  # of an older recipe: never used again
         context.folder.mkdir(parents=True, exist_ok=True)
-        most = max(plan.recipe.shards[n].dupe_factor for n in plan.recipe.shards)
-        weight = max(max(s.weight for s in plan.recipe.sources), 1.0)
+        # One copy is the documents, then each set's parts, and the rows of one set at a time.
+        passes = [plan.recipe.shards[n].dupe_factor for n in todo]
+        copies = 1 + max(max(s.weight for s in plan.recipe.sources), 1.0) * (
+            sum(passes) + max(passes)
+        )
         per_copy = size / BYTES_PER_TOKEN * (2 if plan.tokenizer["vocab_size"] <= 65536 else 4)
-        check_disk(context.folder, int(per_copy * (1.1 + 2.2 * most * weight)), "the build")
+        check_disk(context.folder, int(per_copy * 1.1 * copies), "the build")
 
     executor.once(prepare)
     sizes = [unit.range.size for unit in plan.units]
@@ -383,5 +389,8 @@ def _report(folder: Path) -> None:
             f" {source['documents_held_out']:,} held out"
             + (f"; dropped: {dropped}" if dropped else "")
         )
-    cut = index["counts"].get("rows cut", 0)
-    say(f"  rows cut to length: {100 * cut / max(1, index['rows']):.1f}%")
+    if index["held_out"]:
+        say(f"  held out: {read_index(folder / HELD_OUT)['rows']:,} rows")
+    counts = ", ".join(f"{name} {count:,}" for name, count in index["counts"].items())
+    if counts:
+        say(f"  {counts}")

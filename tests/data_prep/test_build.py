@@ -214,13 +214,22 @@ def test_b07_a_blank_last_line_shifts_no_id(tmp_path: Path) -> None:
     assert row_set(open_shards(build(recipe, f"work_dir={tmp_path}/b") / "len64")) == straight
 
 
-def test_b09_counts_are_reported_for_a_single_document(tmp_path: Path) -> None:
+def test_b09_counts_are_reported_for_a_single_document(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = tmp_path / "text"
     text.mkdir()
     (text / "a.txt").write_text("Maple leaves fall. Rakes come out. Piles grow.\n")
     recipe = recipe_file(tmp_path, text, "shards: {s: {max_length: 64, short_seq_prob: 0.0}}\n")
     index = read_index(build(recipe, "prep.held_out=0") / "s")
     assert index["labels"][1] == 0 and index["rows"] >= 1
+    (text / "a.txt").write_text("Maple leaves fall. Rakes come out. Piles grow.\n" * 40)
+    capsys.readouterr()
+    overrides = ["prep.held_out=0", f"work_dir={tmp_path}/b"]
+    index = read_index(build(recipe, *overrides) / "s")
+    wanted = index["counts"]["random B wanted, no other document"]
+    assert index["labels"][1] == 0 and wanted > 0
+    assert f"random B wanted, no other document {wanted}" in capsys.readouterr().out
 
 
 def test_b09_single_documents_of_several_units_are_pooled(
