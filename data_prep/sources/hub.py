@@ -27,7 +27,7 @@ from data_prep.sources.base import (
 from data_prep.sources.books import book_documents
 from data_prep.sources.hub_files import SUFFIXES, resolve
 from data_prep.sources.prose import paragraphs_of
-from data_prep.sources.streams import can_cut, chunks_of, decode, lines_of, reading
+from data_prep.sources.streams import can_cut, chunks_of, decode, lines_of, open_raw, reading
 from data_prep.sources.text import windows
 
 ROWS = 8192  # read at a time
@@ -55,7 +55,7 @@ class HubSource(Source):
             elif can_cut(file):
                 units += cut_bytes(Path(file), RANGE_BYTES)
             else:
-                units.append(([Piece(file)], Path(file).stat().st_size * 3))
+                units.append(([Piece(file)], _size(file) * 3))
         return units
 
     def tables(self) -> list[str]:
@@ -166,19 +166,19 @@ def _strings(column: Any) -> Iterator[str]:
 @contextmanager
 def _table(path: str) -> Iterator[Any]:
     """An open parquet or arrow file; what a damaged one raises becomes a UserError."""
-    with reading(path), _open(path) as file:
+    with reading(path), open_raw(path) as file:
         try:
             yield file
         except pa.ArrowException as error:
             raise UserError(f"{path}: cannot be read ({error})", "it may be cut off") from error
 
 
-def _open(path: str) -> Any:
+def _size(path: str) -> int:
     if "://" in path:
         from huggingface_hub import HfFileSystem
 
-        return HfFileSystem().open(path, "rb", block_size=8 << 20)
-    return open(path, "rb")
+        return int(HfFileSystem().info(path)["size"])
+    return Path(path).stat().st_size
 
 
 def _check_column(

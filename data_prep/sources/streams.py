@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, Any, cast
 
 import zstandard
 
@@ -38,18 +38,28 @@ def reading(path: str | Path) -> Iterator[None]:
         ) from error
 
 
+def open_raw(path: str | Path) -> IO[bytes]:
+    """A file's own bytes; an hf:// address is read from the hub piece by piece."""
+    if "://" in str(path):
+        from huggingface_hub import HfFileSystem
+
+        return cast(IO[bytes], HfFileSystem().open(str(path), "rb", block_size=8 << 20))
+    return open(path, "rb")
+
+
 def open_bytes(path: str | Path) -> IO[bytes]:
     """The decompressed content of a .gz, .bz2, .zst, .xz or plain file."""
     suffix = Path(path).suffix.lower()
+    source: Any = open_raw(path) if "://" in str(path) else path
     if suffix == ".gz":
-        return cast(IO[bytes], gzip.open(path, "rb"))
+        return cast(IO[bytes], gzip.open(source, "rb"))
     if suffix == ".bz2":
-        return cast(IO[bytes], bz2.open(path, "rb"))
+        return cast(IO[bytes], bz2.open(source, "rb"))
     if suffix == ".xz":
-        return cast(IO[bytes], lzma.open(path, "rb"))
+        return cast(IO[bytes], lzma.open(source, "rb"))
     if suffix == ".zst":
-        return cast(IO[bytes], zstandard.open(path, "rb"))
-    return open(path, "rb")
+        return cast(IO[bytes], zstandard.open(source, "rb"))
+    return open_raw(path)
 
 
 def read_all(path: str | Path) -> bytes:
@@ -77,7 +87,7 @@ def chunks_of(piece: Piece) -> Chunks:
 
 def can_cut(path: str | Path) -> bool:
     """Whether byte ranges of this file can be read on their own."""
-    return Path(path).suffix.lower() not in (".gz", ".zst", ".xz")
+    return "://" not in str(path) and Path(path).suffix.lower() not in (".gz", ".zst", ".xz")
 
 
 def _plain(piece: Piece) -> Chunks:

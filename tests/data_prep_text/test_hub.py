@@ -193,6 +193,10 @@ def test_sets_by_name_downloaded_streamed_and_offline(tmp_path) -> None:
         hub_files / "bookcorpus/bookcorpus/refs_convert_parquet/plain_text/train/0000.parquet",
         ["one .", "two ."],
     )
+    lines = hub_files / "some/lines/main/train.jsonl.gz"
+    lines.parent.mkdir(parents=True)
+    lines.write_bytes(gzip.compress(b'{"text": "A line."}\n'))
+    streamed = {"path": "some/lines", "streaming": True}
     wikipedia = {"path": "wikimedia/wikipedia", "config": "20231101.en"}
     books = {"path": "bookcorpus/bookcorpus", "document": "rows"}
     converted = {**books, "revision": "refs/convert/parquet"}
@@ -200,7 +204,7 @@ def test_sets_by_name_downloaded_streamed_and_offline(tmp_path) -> None:
     with serve(hub_files) as address:
         answers = ask(
             [wikipedia, {**wikipedia, "streaming": True}, books, converted, {**converted, "streaming": True},
-             {"path": "no/such"}],
+             {"path": "no/such"}, streamed],
             HF_ENDPOINT=address, HF_HOME=home,
         )  # fmt: skip
     assert answers[0]["texts"] == answers[1]["texts"] == [["A text."]]
@@ -214,6 +218,7 @@ def test_sets_by_name_downloaded_streamed_and_offline(tmp_path) -> None:
     )
     assert answers[3]["texts"] == answers[4]["texts"] == [["one .", "two ."]]
     assert "no/such" in answers[5]["error"]
+    assert answers[6]["texts"] == [["A line."]]
     # The same sets from the cache: by the offline switch, and with nobody at the address.
     for environment in ({"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": address}):
         again = ask([wikipedia, converted, {"path": "no/such"}], HF_HOME=home, **environment)
