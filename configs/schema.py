@@ -32,7 +32,8 @@ class SourceConfig:
     revision: str = ""  # hub only: e.g. refs/convert/parquet
     text_column: str = "text"
     streaming: bool = False
-    # What one document is: `file` (or article, or row), `chapter`, or `window` of window_sentences.
+    # What one document is: `file` (or article, or row), `chapter`, `window` of window_sentences, or
+    # `rows`: window_sentences rows of a set with one sentence a row (hub, sentences).
     document: str = "file"
     window_sentences: int = 512
     language: str = "en"
