@@ -20,6 +20,7 @@ if importlib.util.find_spec("triton") is None or not (torch.cuda.is_available() 
 from pretrain.kernels import fused  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
+pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 TYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16, torch.float16]
 # Norm-relative: rounding of results and of the operands of matrix products, for each type.
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
