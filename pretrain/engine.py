@@ -128,7 +128,8 @@ class LeanEngine(Engine):
             )
         self.reduced = torch.zeros_like(self.shard.master) if self.sharded else self.grads
         self._last = False
-        if groups.dp > 1 and device.type == "cuda":  # connects the group now: a CUDA graph could not record it
+        # Connects the group now: a CUDA graph could not record it.
+        if groups.dp > 1 and device.type == "cuda":
             dist.all_reduce(self.grads[:ALIGN], group=groups.dp_group)
 
     def _move_in(self, params: Sequence[nn.Parameter], dtype: torch.dtype) -> None:
