@@ -3,9 +3,10 @@
     python -m bench.five_minute --cards 0,1 --stages prepare,tries,finals,finetune,report
 
 prepare   vocabulary and shards from $LAMBERT_DATA (books, encyclopedia: ../shared/data)
-tries     short runs of both sides (left out by default: CHOSEN and the recipe hold what they gave)
+tries     the short runs of both sides (left out by default: the recipe and FINALS came of them)
 finals    the full time, then held-out loss and BLiMP
-finetune  the downstream sets: ours, the rival, and ours drawn at random
+finetune  the downstream sets: ours, the rival, and ours drawn at random (a side goes on with it as
+          soon as its finals are scored)
 report    WORK/report.md
 
 With one card the sides take turns, with two or more they train at the same time on cards of their
@@ -18,10 +19,12 @@ import argparse
 import json
 import os
 import subprocess
+import time
 from pathlib import Path
+from typing import Any
 
 from bench.five_minute_report import write_report
-from bench.five_minute_runs import REPO, SIDES, Workplace, run_finals, run_tries
+from bench.five_minute_runs import FINALS, REPO, SIDES, TRIES, Workplace, run_all
 from configs import UserError, say
 from configs.cli import run_cli
 
@@ -30,6 +33,7 @@ STAGES = ("prepare", "tries", "finals", "finetune", "report")
 
 def main() -> None:
     options = _parser().parse_args()
+    options.until = time.time() + options.limit_s
     stages = options.stages.split(",")
     unknown = [stage for stage in stages if stage not in STAGES]
     if unknown:
@@ -43,34 +47,49 @@ def main() -> None:
     cards = options.cards.split(",") if options.cards else _cards()
     place = Workplace(Path(options.work), cards, options.overrides, options.rival.split())
     blimp = data / "blimp" / "blimp.parquet"
-    for stage in stages:
+
+    def then(side: str, best: str) -> None:
+        (place.work / f"best-{side}.json").write_text(json.dumps(best), encoding="utf-8")
+        if "finetune" in stages:
+            fine_tune(place, side, best, data, options)
+
+    for stage in (s for s in stages if s != "finetune" or "finals" not in stages):
         say(f"--- {stage}")
         if stage == "prepare":
             place.prepare()
         elif stage == "tries":
-            run_tries(place, options.try_minutes, blimp, options.rows)
+            tries = {side: {f"try-{side}-{n}": o for n, o in TRIES[side].items()} for side in SIDES}
+            run_all(place, stage, tries, options.try_minutes, blimp, 0.02, options.rows)
         elif stage == "finals":
-            run_finals(place, options.minutes, blimp, options.sample, options.rows)
+            run_all(
+                place, stage, FINALS, options.minutes, blimp, options.sample, options.rows, then
+            )
         elif stage == "finetune":
-            fine_tune(place, cards, data, options)
+            place.both(lambda side: then(side, _json(place.work / f"best-{side}.json")))
         else:
             say(write_report(place.work))
 
 
-def fine_tune(place: Workplace, cards: list[str], data: Path, options: argparse.Namespace) -> None:
-    """The best run of each side and random weights in the shape of ours, on every downstream set."""
-    best = json.loads((place.work / "best.json").read_text(encoding="utf-8"))
-    ours, rival = (place.export(best[side]) for side in SIDES)
-    models = [f"ours={ours}:{options.seeds}", f"rival={rival}:{options.seeds}"]
-    if options.random_seeds:
-        models.append(f"random=random:{ours}:{options.random_seeds}")
+def fine_tune(
+    place: Workplace, side: str, best: str, data: Path, options: argparse.Namespace
+) -> None:
+    """A side's best run on every downstream set; with ours also random weights in its shape."""
+    folder = place.export(best)
+    models = [f"{side}={folder}:{options.seeds}"]
+    if side == "ours" and options.random_seeds:
+        models.append(f"random=random:{folder}:{options.random_seeds}")
+    cards = place.cards[side]
     place.command(
-        "finetune",
+        f"finetune-{side}",
         *("-m", "bench.five_minute_finetune", *models, "--data", str(data)),
         *("--out", str(place.work / "finetune"), "--cards", ",".join(cards)),
-        *("--workers", str(options.workers * len(cards)), "--limit-s", str(options.limit_s)),
+        *("--workers", str(options.workers * len(cards)), "--until", str(options.until)),
         *(["--quick"] if options.quick else []),
     )
+
+
+def _json(file: Path) -> Any:
+    return json.loads(file.read_text(encoding="utf-8"))
 
 
 def _cards() -> list[str]:
@@ -101,7 +120,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--seeds", type=int, default=3, help="of fine-tuning")
     add("--random-seeds", type=int, default=1, help="of fine-tuning from random weights")
     add("--workers", type=int, default=5, help="fine-tuning processes a card")
-    add("--limit-s", type=float, default=3600.0, help="seconds after which fine-tuning stops")
+    add("--limit-s", type=float, default=1e6, help="seconds from now when fine-tuning must end")
     add("--quick", action="store_true", help="fine-tune on 1%% of the examples: a rehearsal")
     add("--rival", default="", help="options for every run of the rival, in one string")
     return parser

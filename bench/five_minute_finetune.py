@@ -26,7 +26,7 @@ from configs.cli import run_cli
 # the same for all.
 LEARNING_RATE = 1e-4
 TASKS: dict[str, tuple[str, dict[str, Any]]] = {
-    "sst-2": ("glue/SST-2", {"epochs": 1.0, "batch": 64, "max_length": 64}),
+    "sst-2": ("glue/SST-2", {"epochs": 1.0, "batch": 128, "max_length": 64}),
     "rt-polarity": ("rt-polarity", {"max_length": 64}),
     "cola": ("glue/CoLA", {"max_length": 48}),
     "sts-b": ("glue/STS-B", {}),
@@ -77,15 +77,15 @@ def run_jobs(
     out: Path,
     cards: list[str],
     workers: int,
-    limit_s: float,
+    until: float,
     quick: bool = False,
 ) -> None:
     """Fine-tunes every model on every task.
 
     Args:
         models: name -> folder or random:FOLDER. seeds: name -> how many.
-        cards: GPU numbers, "" for none. workers: processes in all. limit_s: seconds until the rest is
-            given up.
+        cards: GPU numbers, "" for none. workers: processes in all. until: the time.time() at which the
+            rest is given up.
     """
     jobs = [
         (name, task, seed)
@@ -105,7 +105,7 @@ def run_jobs(
         where = str(out / name / task / str(seed))
         future = pool.submit(fine_tune, models[name], task, seed, data, where, quick)
         waiting[future] = f"{name} {task} seed {seed}"
-    while waiting and (left := limit_s - (time.monotonic() - start)) > 0:
+    while waiting and (left := until - time.time()) > 0:
         done, _ = wait(waiting, timeout=left, return_when=FIRST_COMPLETED)
         for future in done:
             label = waiting.pop(future)
@@ -149,7 +149,7 @@ def main() -> None:
     parser.add_argument("--out", required=True)
     parser.add_argument("--cards", default="", help="e.g. 0,1")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--limit-s", type=float, default=3600.0)
+    parser.add_argument("--until", type=float, default=1e12, help="seconds since 1970")
     parser.add_argument("--quick", action="store_true", help="a rehearsal on 1% of the data")
     options = parser.parse_args()
     models, seeds = {}, {}
@@ -160,9 +160,8 @@ def main() -> None:
     out = Path(options.out)
     run_jobs(
         *(models, seeds, options.data, out, options.cards.split(",")),
-        *(options.workers, options.limit_s, options.quick),
+        *(options.workers, options.until, options.quick),
     )
-    (out / "table.json").write_text(json.dumps(collect(out), indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

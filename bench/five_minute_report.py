@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from bench.five_minute_finetune import TASKS
+from bench.five_minute_finetune import TASKS, collect
 from pretrain.checkpoint.folder import checkpoints, read_meta
 from pretrain.optim.budget import FREE_UPDATES
 from pretrain.telemetry import read_log
@@ -14,10 +14,14 @@ from pretrain.telemetry import read_log
 
 def write_report(work: Path) -> str:
     """Writes work/report.md and returns its text; stages that were not run leave no rows."""
-    best = _json(work / "best.json")
+    best = {
+        side: json.loads(file.read_text(encoding="utf-8"))
+        for side in ("ours", "rival")
+        if (file := work / f"best-{side}.json").is_file()
+    }
     scores = {side: _json(work / f"finals-{side}.json") for side in best}
     runs = {side: describe(work, name) for side, name in best.items()}
-    downstream = _json(work / "finetune" / "table.json")
+    downstream = collect(work / "finetune")
     lines = ["| | ours | rival | random init |", "| --- | --- | --- | --- |"]
 
     def row(title: str, *cells: str) -> None:
