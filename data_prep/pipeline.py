@@ -27,10 +27,10 @@ from data_prep.documents import (
     Context,
     Unit,
     find_duplicates,
-    select,
     tokenise_unit,
 )
 from data_prep.executor import Executor
+from data_prep.groups import make_groups
 from data_prep.rows import HELD_OUT, TRAIN, Group, PartTask, SetContext, build_group, build_part
 from data_prep.settings import (
     check_disk,
@@ -46,9 +46,6 @@ from data_prep.shards import Layout, open_shards
 from data_prep.sources import open_source
 from data_prep.tokenizer import load
 
-# A group: enough documents for a random B, small enough to keep every worker busy.
-GROUP_DOCUMENTS, GROUP_TOKENS = 16, 1 << 20
-TOKENS_AT_ONCE = 32 << 20  # of one group over its passes: bounds a worker's memory
 BYTES_PER_TOKEN = 4.0  # of English text; below the usual 4.4, so that the estimate is safe
 
 
@@ -222,104 +219,16 @@ def _build_set(plan: Plan, name: str, counts: list[dict[str, Any]], executor: Ex
             context.folder_of(kind).mkdir(exist_ok=True)
             (context.folder_of(kind) / INDEX).unlink(missing_ok=True)
         publish_json(context.work / "settings.json", settings)
-        return _groups(plan, context, counts)
+        return make_groups(context, plan.units, plan.names, counts)
 
     groups, used = executor.once(start)
-    sizes = [_passes(g) for g in groups]
-    made = executor.map(build_group, context, groups, sizes, f"{name}: make rows", "units")
+    sizes = [group.tokens for group in groups]
+    made = executor.map(build_group, context, groups, sizes, f"{name}: make rows", "tokens")
     tasks = _parts(context, groups, made, plan.recipe.prep.part_mb)
     entries = executor.map(
         build_part, context, tasks, [1] * len(tasks), f"{name}: shuffle into parts", "parts"
     )
     executor.once(lambda: _finish(plan, context, settings, groups, made, tasks, entries, used))
-
-
-def _passes(group: Group) -> int:
-    return len(group.units) * (group.end_pass - group.first_pass)
-
-
-def _groups(
-    plan: Plan, context: SetContext, counts: list[dict[str, Any]]
-) -> tuple[list[Group], list[dict[str, Any]]]:
-    """Who makes rows with whom, and what became of every source's documents."""
-    used: list[dict[str, Any]] = [
-        {
-            "name": name, "kind": source.kind, "weight": source.weight, "units": 0, "documents": 0,
-            "sentences": 0, "tokens": 0, "bytes": 0, "unknown_tokens": 0, "documents_trained_on": 0,
-            "documents_held_out": 0, "tokens_trained_on": 0, "tokens_held_out": 0,
-            "dropped": Counter(), "unknowns": Counter(),
-        }
-        for name, source in zip(plan.names, plan.recipe.sources)
-    ]  # fmt: skip
-    stats: dict[str, list[tuple[int, int, int, int, int]]] = {TRAIN: [], HELD_OUT: []}
-    for unit, count in zip(plan.units, counts):
-        entry = used[unit.source]
-        entry["units"] += 1
-        for key in ("documents", "sentences", "tokens", "bytes", "unknown_tokens"):
-            entry[key] += count[key]
-        entry["dropped"].update(count["dropped"])
-        entry["unknowns"].update(count["unknowns"])
-        selection = select(context.documents, unit.number, context.shards.dupe_factor)
-        entry["dropped"]["duplicates"] += selection.duplicates
-        entry["dropped"]["left out by weight"] += (
-            int((selection.copies == 0).sum()) - selection.duplicates
-        )
-        lengths = load_arrays(context.documents.unit_file(unit.number))[0]["document_tokens"]
-        for kind, name in ((TRAIN, "trained_on"), (HELD_OUT, "held_out")):
-            chosen = selection.of(kind)
-            tokens = int(lengths[chosen].sum())
-            entry[f"documents_{name}"] += len(chosen)
-            entry[f"tokens_{name}"] += tokens
-            copies = int(selection.copies[chosen].max(initial=0))
-            if len(chosen):
-                stats[kind].append((unit.number, unit.source, len(chosen), tokens, copies))
-    for entry in used:
-        entry["dropped"] = {k: v for k, v in sorted(entry["dropped"].items()) if v}
-        words = sorted(entry["unknowns"].items(), key=lambda item: (-item[1], item[0]))
-        entry["unknowns"] = dict(words[:100])
-    groups = []
-    for kind in (TRAIN, HELD_OUT):
-        number = 0
-        for members in join_units(stats[kind]):
-            copies = max(m[4] for m in members)
-            tokens = sum(m[3] for m in members)
-            step = max(1, TOKENS_AT_ONCE // max(tokens, 1))
-            for first in range(0, copies, step):
-                units = tuple(m[0] for m in members)
-                groups.append(Group(kind, number, units, first, min(first + step, copies)))
-                number += 1
-    return groups, used
-
-
-def join_units(
-    stats: list[tuple[int, int, int, int, int]],
-) -> list[list[tuple[int, int, int, int, int]]]:
-    """Neighbouring units of a source, until a group has documents and tokens enough.
-
-    What is left at a source's end joins the group before it; a group of a single document joins a
-    neighbour of another source, since a random B must come from another document. stats: (unit,
-    source, documents, tokens, copies).
-    """
-    groups: list[list[tuple[int, int, int, int, int]]] = []
-    full = True
-    for entry in stats:
-        if full or groups[-1][-1][1] != entry[1]:
-            groups.append([])
-        groups[-1].append(entry)
-        full = _enough(groups[-1])
-    joined: list[list[tuple[int, int, int, int, int]]] = []
-    for group in groups:
-        same = joined and joined[-1][-1][1] == group[0][1]
-        alone = sum(e[2] for e in group) < 2 or (joined and sum(e[2] for e in joined[-1]) < 2)
-        if joined and ((same and not _enough(group)) or alone):
-            joined[-1] += group
-        else:
-            joined.append(group)
-    return joined
-
-
-def _enough(group: list[tuple[int, int, int, int, int]]) -> bool:
-    return sum(e[2] for e in group) >= GROUP_DOCUMENTS and sum(e[3] for e in group) >= GROUP_TOKENS
 
 
 def _parts(
@@ -330,7 +239,8 @@ def _parts(
         own = tuple(g for g, m in zip(groups, made) if g.kind == kind and m["rows"])
         tokens = sum(m["tokens"] for g, m in zip(groups, made) if g.kind == kind)
         rows = sum(m["rows"] for g, m in zip(groups, made) if g.kind == kind)
-        size = tokens * np.dtype(context.layout.token_type).itemsize + rows * 8
+        masks = 1.3 if context.layout.static_masks else 1.0  # 15% of the tokens, twice
+        size = int(tokens * np.dtype(context.layout.token_type).itemsize * masks) + rows * 8
         total = -(-size // (part_mb << 20))
         tasks += [PartTask(kind, number, total, own) for number in range(total)]
     if not any(task.kind == TRAIN for task in tasks):

@@ -57,6 +57,7 @@ class Group:
     units: tuple[int, ...]
     first_pass: int  # passes over the documents, [first, end)
     end_pass: int
+    tokens: int  # of the documents over these passes: the size of the work
 
     @property
     def label(self) -> str:

@@ -124,10 +124,10 @@ def tree(folder: Path) -> dict[str, str]:
 # Small units of work, so that a small corpus has many of them.
 DRIVER = """
 import sys
-import data_prep.pipeline, data_prep.sources.base as base
+import data_prep.groups, data_prep.sources.base as base
 base.SMALL_UNIT = {unit_bytes}
-data_prep.pipeline.GROUP_TOKENS = {group_tokens}
-data_prep.pipeline.GROUP_DOCUMENTS = 2
+data_prep.groups.GROUP_TOKENS = {group_tokens}
+data_prep.groups.GROUP_DOCUMENTS = 2
 from configs.errors import run_cli
 from data_prep.build import main
 run_cli(lambda: main(sys.argv[1:]))

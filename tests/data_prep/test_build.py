@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 import data_prep.arrays
+import data_prep.groups
 import data_prep.pipeline
 import data_prep.rows
 import data_prep.shard_writer
 import data_prep.sources.base
 from configs import UserError
-from data_prep.pipeline import join_units
+from data_prep.groups import Share, join_units
 from data_prep.settings import difference
 from data_prep.shard_index import read_index
 from data_prep.shards import Shards, held_out, open_shards
@@ -33,8 +34,8 @@ from tests.data_prep.corpus import (
 @pytest.fixture
 def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data_prep.sources.base, "SMALL_UNIT", 3000)
-    monkeypatch.setattr(data_prep.pipeline, "GROUP_TOKENS", 4000)
-    monkeypatch.setattr(data_prep.pipeline, "GROUP_DOCUMENTS", 2)
+    monkeypatch.setattr(data_prep.groups, "GROUP_TOKENS", 4000)
+    monkeypatch.setattr(data_prep.groups, "GROUP_DOCUMENTS", 2)
 
 
 def row_set(shards: Shards) -> list[bytes]:
@@ -501,14 +502,18 @@ def test_unknown_words_are_counted(tmp_path: Path) -> None:
 
 
 def test_groups_have_documents_for_a_random_b() -> None:
-    # (unit, source, documents, tokens, copies)
-    few = [(0, 0, 1, 10, 1), (1, 0, 1, 10, 1), (2, 1, 1, 10, 1), (3, 2, 50, 9 << 20, 1)]
-    groups = join_units(few)
-    assert [[e[0] for e in g] for g in groups] == [[0, 1, 2], [3]]
-    many = [(u, 0, 20, 1 << 20, 1) for u in range(5)] + [(5, 0, 2, 5, 1), (6, 1, 1, 5, 1)]
-    assert [[e[0] for e in g] for g in join_units(many)] == [[0], [1], [2], [3], [4, 5, 6]]
-    assert join_units([(0, 0, 1, 5, 1)]) == [[(0, 0, 1, 5, 1)]]
-    assert join_units([]) == []
+    def units_of(shares: list[tuple[int, int, int, int]]) -> list[list[int]]:
+        """shares: unit, source, documents, tokens."""
+        return [[s.unit for s in group] for group in join_units([Share(*s, 1) for s in shares])]
+
+    few = [(0, 0, 1, 10), (1, 0, 1, 10), (2, 1, 1, 10), (3, 2, 50, 9 << 20)]
+    assert units_of(few) == [[0, 1, 2], [3]]
+    many = [(u, 0, 20, 1 << 20) for u in range(5)] + [(5, 0, 2, 5), (6, 1, 1, 5)]
+    assert units_of(many) == [[0], [1], [2], [3], [4, 5, 6]]
+    huge = [(u, 0, 1, 9 << 20) for u in range(6)]  # documents of 40 MB: two make a group
+    assert units_of(huge) == [[0, 1], [2, 3], [4, 5]]
+    assert units_of([(0, 0, 1, 5)]) == [[0]]
+    assert units_of([]) == []
 
 
 def test_difference_names_every_leaf() -> None:
