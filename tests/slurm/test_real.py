@@ -67,11 +67,11 @@ def real(run: Run, books: Path) -> Run:
         },
         "parallel": {"micro_batch_tokens": 512},
         "phases": [
-            {"name": "a", "shards": "len64", "global_batch": 16, "steps": 10},
+            {"name": "a", "shards": "len64", "global_batch": 16, "steps": 150},
             {"name": "b", "shards": "len64", "global_batch": 16, "steps": 4},
         ],
         "train": {"precision": "fp32", "eval_rows": 16, "threads": 1},
-        "checkpoint": {"every": 4},
+        "checkpoint": {"every": 20},
         "guard": {"hang_timeout_s": 20},
     }
     run.profile |= {
@@ -101,7 +101,7 @@ def quiet(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory, books: Pat
 
 def test_chain(quiet, repo):
     quiet.finish(400)
-    assert sorted(quiet.losses()) == list(range(1, 15))
+    assert sorted(quiet.losses()) == list(range(1, 155))
     assert (quiet.work / "hf" / "config.json").exists()
     assert "2 processes on 2 nodes, versions equal" in quiet.output("train-a")
     assert "all-reduce of 64 MB over 2 processes" in quiet.output("train-a")
@@ -113,7 +113,7 @@ def test_chain(quiet, repo):
         check=True,
     ).stdout
     assert screen.count("COMPLETED") == 5
-    assert "update 14/14" in screen
+    assert "update 154/154" in screen
 
 
 def test_mpi_prep_over_two_nodes_gives_the_bytes_of_one_process(quiet, repo, tmp_path):
