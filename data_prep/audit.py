@@ -147,13 +147,14 @@ def _sources(shards: Shards) -> str:
         return "<p>The index names no sources.</p>"
 
     def draw(axes: Any) -> None:
-        names = [s["name"] for s in sources]
+        places = range(len(sources))  # two sources may have one name
         trained = [s["tokens_trained_on"] for s in sources]
-        axes.barh(names, trained, color="#36c", label="trained on")
+        axes.barh(places, trained, color="#36c", label="trained on")
         axes.barh(
-            names, [s["tokens_held_out"] for s in sources], left=trained, color="#c63",
+            places, [s["tokens_held_out"] for s in sources], left=trained, color="#c63",
             label="held out",
         )  # fmt: skip
+        axes.set_yticks(places, [s["name"] for s in sources])
         axes.set(xlabel="tokens")
         axes.legend()
 
@@ -182,7 +183,8 @@ def _sources(shards: Shards) -> str:
 
 def _dropped(dropped: list[list[Any]]) -> str:
     def draw(axes: Any) -> None:
-        axes.barh([f"{name}: {why}" for name, why, _ in dropped], [n for *_, n in dropped])
+        axes.barh(range(len(dropped)), [n for *_, n in dropped], color="#36c")
+        axes.set_yticks(range(len(dropped)), [f"{name}: {why}" for name, why, _ in dropped])
         axes.set(xlabel="count", xscale="symlog")
         axes.invert_yaxis()
 
