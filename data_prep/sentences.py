@@ -60,6 +60,8 @@ STARTERS = _words(
 SHORT_WORDS = STARTERS | _words(
     "go me him us up out off too so now own far see say ago lot car day"
 )
+_GOES_ON = ",;).!?…"  # before these a mark was not the last one: "wait . . . what"
+SHORTEST_CALL = 20  # characters up to a ! or ? before a small letter: shorter is an interjection
 _OPENERS = "\"'“‘«‹([{*_¿¡-–—"
 _CLOSERS = "\"'”’»›)]}*_"
 _WIDE_MARKS, _WIDE_CLOSERS = "。！？｡", "」』）】》"
@@ -155,12 +157,13 @@ class Splitter:
             if word.isdigit():
                 # Not a list's number ("2. Atoms unite."), not an ordinal ("am 3. Oktober").
                 return at - len(word) > start and not (self.ordinals and len(word) < 3)
-            return following not in ",;)"
-        if following in ",;)":
+            return following not in _GOES_ON
+        if following in _GOES_ON:
             return False
         if mark[-1] in "!?؟" and "." not in mark:
-            # "What?" asks Winston. -- the mark belongs to what is quoted.
-            return not (len(body) > len(mark) and following.islower())
+            # "What?" asks Winston. Ah! my friend -- the mark belongs to what is quoted, or called.
+            quoted = len(body) > len(mark) or at - start < SHORTEST_CALL
+            return not (quoted and following.islower())
         return not following.islower()
 
 
