@@ -84,7 +84,7 @@ def show(
         assert rows.masked_positions is not None and rows.masked_labels is not None
         span = slice(rows.masked_offsets[position], rows.masked_offsets[position + 1])
         masks = dict(zip(rows.masked_positions[span].tolist(), rows.masked_labels[span].tolist()))
-    part = int(np.searchsorted(shards._starts, number, side="right")) - 1
+    part = int(shards.part_of(np.array([number]))[0])
     lines = [f"\nrow {number}: {len(tokens)} tokens, in {shards.index['parts'][part]['file']}"]
     start_b = int(rows.segment_b[position])
     if shards.objective in MEANING:

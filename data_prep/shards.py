@@ -199,6 +199,10 @@ class Shards:
     def __len__(self) -> int:
         return self.num_rows
 
+    def part_of(self, ids: np.ndarray) -> np.ndarray:
+        """The number of the part each row lies in: int64 [n]."""
+        return np.searchsorted(self._starts, ids, side="right") - 1
+
     def part(self, number: int) -> _Part:
         """Opens a part on first use (parts are independent files, so that an open is instant)."""
         if number not in self._parts:
@@ -226,7 +230,7 @@ class Shards:
             np.empty(len(ids), np.int32),
             np.empty(len(ids), np.int32),
         )
-        where = np.searchsorted(self._starts, ids, side="right") - 1
+        where = self.part_of(ids)
         groups = [(int(p), np.flatnonzero(where == p)) for p in np.unique(where)]
         for number, chosen in groups:
             part, local = self.part(number), ids[chosen] - self._starts[number]
