@@ -155,7 +155,7 @@ def test_vocab_sample_is_spread_over_all_units(
     ("arguments", "message"),
     [
         (["build", "RECIPE"], "no vocabulary yet"),
-        (["build", "RECIPE", "--set", "nope"], "no shard set 'nope'"),
+        (["build", "RECIPE", "--set", "nope", "prep.workers=1"], "no shard set 'nope'"),
         (["build", "RECIPE", "prep.wrkers=2"], "did you mean prep.workers?"),
         (["build", "RECIPE", "sources.0.path=nowhere"], "nowhere"),
         (["vocab", "RECIPE", "vocab.file=nowhere.txt"], "nowhere.txt"),
