@@ -18,7 +18,6 @@ KINDS = {
     "sentences": ("data_prep.sources.text", "SentencesSource"),
     "hub": ("data_prep.sources.hub", "HubSource"),
 }
-CUTS = ("file", "chapter", "window", "rows")
 
 
 def open_source(config: SourceConfig) -> Source:
@@ -31,12 +30,17 @@ def open_source(config: SourceConfig) -> Source:
         raise UserError(
             f"source kind {config.kind!r} is unknown", f"known kinds: {', '.join(KINDS)}"
         )
-    if config.document not in CUTS:
-        raise UserError(f"sources.document={config.document}", f"known: {', '.join(CUTS)}")
+    module, name = KINDS[config.kind]
+    kind = getattr(import_module(module), name)
+    if config.document not in kind.cuts:
+        raise UserError(
+            f"source {config.name or config.path!r}: document: {config.document} is not for kind: "
+            f"{config.kind}",
+            f"choose from: {', '.join(kind.cuts)}",
+        )
     if config.document in ("window", "rows") and config.window_sentences < 2:
         raise UserError(
             f"sources.window_sentences={config.window_sentences}", "a document needs 2 sentences"
         )
-    module, name = KINDS[config.kind]
-    source: Source = getattr(import_module(module), name)(config)
+    source: Source = kind(config)
     return source

@@ -62,6 +62,7 @@ class Source:
 
     suffixes: tuple[str, ...] = ()
     looks_like = ""
+    cuts: tuple[str, ...] = ("file", "window")  # what a document may be (sources.N.document)
 
     def __init__(self, config: SourceConfig) -> None:
         self.config = config

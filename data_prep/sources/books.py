@@ -155,6 +155,7 @@ class BooksSource(Source):
     """A folder of books. A document is a book (file), a chapter, or a window of sentences."""
 
     suffixes = TEXT_SUFFIXES
+    cuts = ("file", "chapter", "window")
     looks_like = "text files, one book each (.txt, .txt.gz, .txt.zst)"
 
     def plan(self) -> list[tuple[list[Piece], int]]:

@@ -20,6 +20,7 @@ from data_prep.sources.base import (
 )
 from data_prep.sources.prose import without_titles
 from data_prep.sources.streams import blocks_between, can_cut, chunks_of, decode, lines_of
+from data_prep.sources.text import windows
 
 _ATTRIBUTE = re.compile(r'(\w+)="(.*?)"(?=\s+\w+=|\s*$)')
 
@@ -59,8 +60,11 @@ class ExtractedSource(Source):
                     lines = lines[1:]
                 lines = [" ".join(line.split()) for line in lines]
                 paragraphs = without_titles([line for line in lines if line], dotted=True)
-                if paragraphs:
-                    yield Document(f"{self.name}/{key}/{title}", paragraphs)
+                name = f"{self.name}/{key}/{title}"
+                if paragraphs and self.config.document == "window":
+                    yield from windows([paragraphs], self.config.window_sentences, False, name)
+                elif paragraphs:
+                    yield Document(name, paragraphs)
                 else:
                     dropped["empty page"] += 1
 

@@ -37,6 +37,7 @@ class HubSource(Source):
     """Rows of a data set. A document is a row (file), chapters of it, or windows over rows."""
 
     suffixes = SUFFIXES
+    cuts = ("file", "chapter", "window", "rows")
     looks_like = (
         "a data set's name on the hub, or a folder or glob of parquet, arrow, jsonl or text files"
     )

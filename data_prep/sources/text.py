@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from configs.errors import UserError
-from configs.schema import SourceConfig
 from data_prep.sources.base import (
     RANGE_BYTES,
     Document,
@@ -96,6 +95,8 @@ def sentence_count(text: str) -> int:
 class SentencesSource(LineSource):
     """One sentence a line, a blank line between documents: BERT's own input format."""
 
+    cuts = ("file", "window", "rows")
+
     def documents(self, unit: Range, dropped: Counter[str]) -> Iterator[Document]:
         for piece in unit.pieces:
             name = self.id_of(piece)
@@ -109,14 +110,6 @@ class SentencesSource(LineSource):
 
 class TextSource(LineSource):
     """Text with blank lines between paragraphs. A document is a file, or a window of one."""
-
-    def __init__(self, config: SourceConfig) -> None:
-        super().__init__(config)
-        if config.document in ("chapter", "rows"):
-            raise UserError(
-                f"source {self.name}: document: {config.document} is not for kind: text",
-                "use file or window (chapters: kind: books)",
-            )
 
     def plan(self) -> list[tuple[list[Piece], int]]:
         if self.config.document == "window":

@@ -11,6 +11,7 @@ from configs.errors import UserError
 from configs.schema import SourceConfig
 from data_prep.sources.base import Document, Piece, Range, Source, cut_bytes
 from data_prep.sources.streams import CHUNK, Chunks, blocks_between, can_cut, chunks_of
+from data_prep.sources.text import windows
 from data_prep.wikitext import Cleaner, unescape_xml
 
 SUFFIXES = (".xml", ".xml.bz2", ".xml.gz", ".bz2", ".xml.zst", ".xml.xz")
@@ -64,7 +65,10 @@ class WikipediaSource(Source):
             try:
                 for page in blocks_between(chunks, b"<page>", b"</page>"):
                     document = self._article(page, cleaner, dropped)
-                    if document:
+                    if document and self.config.document == "window":
+                        count = self.config.window_sentences
+                        yield from windows([document.paragraphs], count, False, document.id)
+                    elif document:
                         yield document
             except EOFError as error:
                 raise UserError(

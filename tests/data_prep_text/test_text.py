@@ -111,8 +111,16 @@ def test_a_document_too_large_for_memory_is_refused(tmp_path, monkeypatch) -> No
 def test_wrong_kinds_and_cuts_are_refused() -> None:
     with pytest.raises(UserError, match=r"kind 'wiki'[\s\S]*wikipedia"):
         open_source(SourceConfig(kind="wiki", path="x"))
-    with pytest.raises(UserError, match="document=page"):
-        open_source(SourceConfig(kind="books", path="x", document="page"))
+    for kind, cut in (
+        ("books", "page"),
+        ("books", "rows"),
+        ("wikipedia", "chapter"),
+        ("sentences", "chapter"),
+    ):
+        with pytest.raises(UserError, match=f"document: {cut} is not for kind: {kind}"):
+            open_source(SourceConfig(kind=kind, path="x", document=cut))
+    with pytest.raises(UserError, match="window_sentences=1"):
+        open_source(SourceConfig(kind="books", path="x", document="window", window_sentences=1))
     with pytest.raises(UserError, match="no path"):
         open_source(SourceConfig(kind="books")).ranges()
 
@@ -243,6 +251,10 @@ def test_extracted_articles_of_both_forms(tmp_path) -> None:
         assert [(d.id, d.paragraphs) for d in documents] == [
             ("w/7/Berlin & Bonn", ["Berlin is a city in Germany.", "It is <old>."])
         ]
+        parts, _ = read(
+            "extracted", tmp_path / name, name="w", document="window", window_sentences=2
+        )
+        assert [d.id for d in parts] == ["w/7/Berlin & Bonn#0"]
         assert dropped["empty page"] == (0 if "jsonl" in name else 1)
     (tmp_path / "other").write_text("nothing of the kind")
     with pytest.raises(UserError, match=r"other: neither"):

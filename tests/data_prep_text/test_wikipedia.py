@@ -152,6 +152,13 @@ def test_a_changed_byte_changes_the_fingerprints(text, tmp_path) -> None:
     ]
 
 
+def test_windows_of_articles(text, whole, tmp_path) -> None:
+    (tmp_path / "w.xml").write_text(text)
+    parts, _, _ = read(tmp_path / "w.xml", document="window", window_sentences=2)
+    assert sum(count for _, count, _ in parts) == sum(count for _, count, _ in whole)
+    assert max(count for _, count, _ in parts) <= 2 and parts[0][0].startswith("w/0/T & 0#0")
+
+
 def test_damaged_and_foreign_files_are_named(text, tmp_path) -> None:
     packed = bz2.compress(text.encode(), 1)
     damaged = bytearray(packed)
