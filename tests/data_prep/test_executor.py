@@ -272,7 +272,7 @@ def mpirun(ranks: int, arguments: list[str], repo: Path) -> subprocess.Completed
     environment = {**os.environ, **MPI_AS_ROOT, "PYTHONPATH": str(repo), "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         ["mpirun", "-n", str(ranks), "--oversubscribe", *arguments], cwd=repo, env=environment,
-        capture_output=True, text=True, timeout=120,
+        capture_output=True, text=True, timeout=300,
     )  # fmt: skip
 
 
