@@ -239,8 +239,7 @@ def test_workers_end_with_a_killed_parent(corpus: Path, repo: Path, tmp_path: Pa
     """kill -9 of the parent alone leaves no worker behind."""
     code = (
         "import os, sys, time\n"
-        "from data_prep.arrays import is_whole
-from data_prep.executor import Processes\n"
+        "from data_prep.executor import Processes\n"
         "from tests.data_prep.sleeper import sleep_long\n"
         "Processes(2).map(sleep_long, sys.argv[1], [1, 2], [1, 1], 'sleep')\n"
     )
