@@ -94,6 +94,7 @@ def report(recipe: Recipe, own: Plan, best: Plan | None, fills: dict[str, float]
         {
             "tp x dp": lambda p: f"{p.layout.tp} x {p.layout.dp}",
             "zero_stage": lambda p: str(p.layout.zero_stage),
+            "engine": lambda p: p.layout.engine,
             "micro_batch_tokens": lambda p: f"{p.layout.micro_batch_tokens}",
             "activation checkpointing": lambda p: (
                 "yes" if p.layout.activation_checkpointing else "no"
@@ -205,7 +206,11 @@ def measured_table(comparisons: list[Comparison]) -> list[str]:
     for c in comparisons:
         lines.append(
             f"{c.what:<{width}}  {c.predicted_ms:8.1f} {c.step_ms:8.1f} {c.time_error:+5.0%}"
-            f"  {c.predicted_gb:6.1f} {c.memory_gb:6.1f} {c.memory_error:+5.0%}"
+            + (
+                f"  {c.predicted_gb:6.1f} {c.memory_gb:6.1f} {c.memory_error:+5.0%}"
+                if c.memory_gb
+                else f"  {c.predicted_gb:6.1f}      -     -"
+            )
             + ("" if c.holds else "  <- off")
         )
     off = sum(not c.holds for c in comparisons)

@@ -78,10 +78,11 @@ def memory_parts(model: ModelConfig, layout: Layout) -> dict[str, float]:
     """Bytes on each GPU, part by part."""
     parallel = as_parallel(layout)
     parts = state_parts(model, parallel, layout.dp, layout.precision)
+    exchange = parts.pop("exchange", 0) if layout.engine == "deepspeed" else 0  # lean's own buffers
     work = activation_parts_per_token(model, parallel, layout.precision)
     parts |= {name: size * layout.micro_batch_tokens for name, size in work.items()}
     whole = training_bytes(model, parallel, layout.dp, layout.precision, layout.micro_batch_tokens)
-    parts["context and allocator"] = whole - sum(parts.values())
+    parts["context and allocator"] = whole - exchange - sum(parts.values())
     return parts
 
 
@@ -131,6 +132,7 @@ def recipe_layout(recipe: Recipe, gpus: int, gpus_per_node: int, card: Card) -> 
         gpus_per_node,
         recipe.train.precision,
         parallel.sequence_parallel,
+        engine_of(parallel, gpus // parallel.tp),
     )
     if not parallel.micro_batch_tokens:
         fitting = [
@@ -141,6 +143,13 @@ def recipe_layout(recipe: Recipe, gpus: int, gpus_per_node: int, card: Card) -> 
         ]
         layout = replace(layout, micro_batch_tokens=max(fitting, default=MICRO_BATCHES[0]))
     return layout
+
+
+def engine_of(parallel: ParallelConfig, dp: int) -> str:
+    """`auto` is DeepSpeed where ZeRO has something to share out, as in the trainer."""
+    if parallel.engine != "auto":
+        return parallel.engine
+    return "deepspeed" if parallel.zero_stage > 0 and dp > 1 else "lean"
 
 
 def candidates(recipe: Recipe, gpus: int, gpus_per_node: int) -> Iterator[Layout]:

@@ -14,7 +14,7 @@ from configs import UserError
 from configs.model import ModelConfig, resolve_model
 
 MEMORY_WITHIN, TIME_WITHIN = 0.10, 0.15
-REQUIRED = ("model", "card", "gpus", "length", "micro_batch_tokens", "step_ms", "peak_memory_gb")
+REQUIRED = ("model", "card", "gpus", "length", "micro_batch_tokens", "step_ms")
 
 
 @dataclass
@@ -24,7 +24,7 @@ class Comparison:
     what: str
     step_ms: float
     predicted_ms: float
-    memory_gb: float
+    memory_gb: float  # 0: not measured
     predicted_gb: float
 
     @property
@@ -33,7 +33,7 @@ class Comparison:
 
     @property
     def memory_error(self) -> float:
-        return self.predicted_gb / self.memory_gb - 1
+        return self.predicted_gb / self.memory_gb - 1 if self.memory_gb else 0.0
 
     @property
     def holds(self) -> bool:
@@ -83,6 +83,7 @@ def compare(record: dict[str, Any]) -> Comparison:
         8,
         record.get("precision", "bf16"),
         record.get("sequence_parallel", False),
+        record.get("engine", "lean"),
     )
     micros = record.get("micro_batches", 8)
     tokens = float(record["micro_batch_tokens"] * micros * dp)
@@ -97,6 +98,6 @@ def compare(record: dict[str, Any]) -> Comparison:
         what,
         record["step_ms"],
         1000 * seconds,
-        record["peak_memory_gb"],
+        record.get("peak_memory_gb", 0.0),
         sum(parts.values()) / 1e9,
     )

@@ -28,6 +28,7 @@ class Layout:
     gpus_per_node: int = 8
     precision: str = "bf16"
     sequence_parallel: bool = False
+    engine: str = "lean"  # lean | deepspeed, as parallel.engine
 
     @property
     def gpus(self) -> int:
@@ -91,6 +92,8 @@ def update_time(
     # Each micro-batch adds its 2-byte gradients to the fp32 sums.
     parts["gradient sums"] = micros * n * 12 / card.bandwidth
     parts["host"] = micros * card.launch_s + card.update_s
+    if layout.engine == "deepspeed":  # its hooks run in Python, for each tensor
+        parts["DeepSpeed's hooks"] = micros * tensors(config) * card.hook_s
     shards = layout.dp if layout.zero_stage else 1
     parts["optimizer"] = 42 * n / shards / card.bandwidth
     last_backward = sum(backward.values())
@@ -98,6 +101,11 @@ def update_time(
         n, layout, card, network, last_backward
     )
     return StepTime({name: s for name, s in parts.items() if s > 0}, micros)
+
+
+def tensors(config: ModelConfig) -> int:
+    """Parameter tensors of the model: 12 a layer (query, key and value are one), 9 elsewhere."""
+    return 12 * config.num_layers + 9 + 4 * config.nsp_head
 
 
 def _data_parallel(
