@@ -37,13 +37,16 @@ def write_report(work: Path) -> str:
             values = [scores[side][best[side]].get(key) for side in ("ours", "rival")]
             if all(value is not None for value in values):
                 row(title, *(f"{value:.4g}" for value in values))
-    for task in [*TASKS, "mean"]:
-        cells = [
-            _cell(downstream.get(model, {}).get(task)) for model in ("ours", "rival", "random")
-        ]
+    models = ("ours", "rival", "random")
+    for task in TASKS:
+        cells = [_cell(downstream.get(model, {}).get(task)) for model in models]
         if any(cells):
-            row("mean of the seven" if task == "mean" else task, *cells)
-    lines += ["", "Tries, each side, with all that was scored at the full time below:", ""]
+            row(task, *cells)
+    common = next((d["tasks in the mean"] for d in downstream.values() if "mean" in d), [])
+    if common:
+        cells = [_cell(downstream.get(model, {}).get("mean")) for model in models]
+        row(f"mean of {', '.join(common)}", *cells)
+    lines += ["", "Tries of each side, those of the full time last:", ""]
     lines += ["| run | held-out loss | BLiMP | pairs |", "| --- | --- | --- | --- |"]
     for stage in ("tries", "finals"):
         for side in ("ours", "rival"):

@@ -1,0 +1,182 @@
+"""The five-minute BERT at tiny size: its clock, its start, its rival, its table."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from bench import five_minute_rival as rival
+from bench.five_minute_finetune import TASKS, collect, score_of
+from bench.five_minute_report import write_report
+from bench.five_minute_runs import FINALS, TRIES, Workplace
+from configs import UserError, load_recipe
+from configs.model import ModelConfig, resolve_model
+from data_prep.shards import open_shards
+from pretrain.evaluation import unigram
+from pretrain.model import build
+from pretrain.model.init import start_at_sinusoids, start_at_unigram
+from pretrain.optim.budget import FREE_UPDATES, TimeBudget, check_budget
+from pretrain.optim.schedule import lr_at
+from tests.synthetic import make_shards
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dense")
+    return make_shards(folder, rows=200, max_length=32, vocab_size=90, pairs=False)
+
+
+def tiny(vocab_size: int = 90) -> ModelConfig:
+    config = ModelConfig(
+        preset="bert-tiny", hidden_size=64, num_heads=2, max_position_embeddings=32
+    )
+    return resolve_model(config, vocab_size)
+
+
+def test_budget_stretches_the_schedule_over_the_time() -> None:
+    phase = load_recipe("five-minute").phases[0]
+    budget = TimeBudget(5, phase.steps)
+    for _ in range(FREE_UPDATES):
+        budget.add(60.0)  # they compile
+    assert budget.clock == 0
+    rates = []
+    while not budget.over:
+        budget.add(1.5)
+        budget.spent = budget.clock
+        rates.append(lr_at(phase, budget.position(len(rates) + 1)))
+    assert len(rates) == 200
+    assert rates[11] == pytest.approx(phase.schedule.lr, rel=0.01)  # 6% of 200 warm up
+    assert rates[105] == pytest.approx(phase.schedule.lr / 2, rel=0.01)
+    assert rates[-1] == 0
+    assert TimeBudget(5, phase.steps, spent=300.0).over  # a resumed run has no time left
+    assert not TimeBudget(0, 10).over and TimeBudget(0, 10).position(7) == 7
+
+
+def test_budget_refuses_what_it_cannot_keep() -> None:
+    recipe = load_recipe("five-minute", ["train.max_minutes=-1"])
+    with pytest.raises(UserError, match=r"train.max_minutes=-1"):
+        check_budget(recipe)
+    recipe = load_recipe("five-minute")
+    recipe.phases *= 2
+    with pytest.raises(UserError, match="with 2 phases"):
+        check_budget(recipe)
+
+
+def test_the_model_starts_at_the_unigram(shards: Path) -> None:
+    data = open_shards(shards)
+    guess = unigram(data)
+    model, pieces = build(tiny(), seed=3)
+    start_at_unigram(pieces, guess)
+    bias = dict(model.named_parameters())["cls.predictions.bias"][:90].detach()
+    ordinary = np.isfinite(guess)
+    probabilities = torch.softmax(bias, 0).numpy()[ordinary]
+    expected = np.exp(guess[ordinary])
+    assert np.allclose(probabilities / probabilities.sum(), expected / expected.sum(), atol=1e-6)
+    assert abs(float(bias.mean())) < 1e-5
+
+
+def test_sinusoids_depend_on_distance_alone() -> None:
+    model, pieces = build(tiny(), seed=3)
+    start_at_sinusoids(pieces, 0.02)
+    table = model.bert.embeddings.position_embeddings.weight.detach()
+    assert float(table.square().mean().sqrt()) == pytest.approx(0.02, rel=1e-3)
+    products = table @ table.T
+    for distance in (1, 5, 20):
+        diagonal = products.diagonal(distance)
+        assert torch.allclose(diagonal, diagonal[0].expand_as(diagonal), atol=1e-6)
+        assert diagonal[0] < products[0, 0]
+
+
+def test_blocks_of_the_rival_hold_every_token(shards: Path) -> None:
+    data = open_shards(shards)
+    blocks = rival.blocks(shards)
+    everything = data.rows(np.arange(data.num_rows)).tokens
+    assert blocks.shape[1] == 32
+    assert 0 <= len(everything) - blocks.size < 32
+    seen, all_of = (np.bincount(x.reshape(-1), minlength=90) for x in (blocks, everything))
+    assert (all_of - seen >= 0).all()
+
+
+def test_clock_of_the_rival(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(rival.time, "perf_counter", lambda: now[0])
+    clock = rival.Clock(100.0, 0.1)
+    assert clock.factor(0) < clock.factor(5) <= 0.01  # before its start
+    now[0] = 50.0
+    clock.start()
+    factors = []
+    for later in (55.0, 60.0, 105.0, 150.0, 160.0):
+        now[0] = later
+        factors.append(clock.factor(0))
+    assert factors == pytest.approx([0.5, 1.0, 0.5, 0.0, 0.0])
+
+
+def test_rival_trains_for_its_seconds(shards: Path, tiny_model: Path, tmp_path: Path) -> None:
+    words = ["--rows", str(shards), "--tokenizer", str(tiny_model), "--out", str(tmp_path)]
+    size = ["--shape", "64x1", "--batch", "4", "--workers", "0", "--seconds", "0.3"]
+    result = rival.train(rival.parser().parse_args(words + size))
+    assert result["updates"] > rival.FREE_UPDATES
+    assert 0.3 <= result["seconds"] < 30
+    assert (tmp_path / "model.safetensors").is_file()
+    assert "Masked" in json.loads((tmp_path / "config.json").read_text())["architectures"][0]
+
+
+def test_sides_share_the_cards_and_one_failure_stops_no_other(tmp_path: Path) -> None:
+    place = Workplace(tmp_path, ["0", "2", "3"])
+    assert place.cards == {"ours": ["0"], "rival": ["2", "3"]}
+    assert Workplace(tmp_path, ["0"]).cards == {"ours": ["0"], "rival": ["0"]}
+    meeting, finished = threading.Barrier(2, timeout=20), []
+
+    def side(name: str) -> None:
+        meeting.wait()  # both run at the same time
+        if name == "ours":
+            raise UserError("diverged")
+        finished.append(name)
+
+    with pytest.raises(UserError, match="diverged"):
+        place.both(side)
+    assert finished == ["rival"]
+
+
+def test_a_failed_command_shows_the_end_of_its_log(tmp_path: Path) -> None:
+    place = Workplace(tmp_path, [""])
+    with pytest.raises(UserError, match=r"(?s)probe failed \(3\).*lost the way"):
+        place.command("probe", "-c", "import sys; print('lost the way'); sys.exit(3)")
+
+
+def test_table_takes_the_mean_over_what_all_have(tmp_path: Path) -> None:
+    def leave(model: str, task: str, seed: int, **best: float) -> None:
+        file = tmp_path / "finetune" / model / task / str(seed) / "results.json"
+        file.parent.mkdir(parents=True)
+        file.write_text(json.dumps({"best": best}))
+
+    for model, plus in (("ours", 6.0), ("rival", 0.0)):
+        for seed in (1, 2):
+            leave(model, "sst-2", seed, accuracy=80 + plus + seed)
+        leave(model, "mrpc", 1, f1=80 + plus, accuracy=60.0)
+    leave("ours", "rte", 1, accuracy=99.0)  # the rival's was not finished
+    table = collect(tmp_path / "finetune")
+    assert table["ours"]["sst-2"] == {
+        "mean": 87.5,
+        "spread": pytest.approx(0.7071, abs=1e-3),
+        "seeds": 2,
+    }
+    assert table["rival"]["mean"] == (81.5 + 70.0) / 2
+    assert table["ours"]["mean"] - table["rival"]["mean"] == 4.5
+    assert "| mean of mrpc, sst-2 | 80.25 | 75.75 |" in write_report(tmp_path)
+    assert score_of("cola", {"matthews": 12.0, "accuracy": 70.0}) == 12.0
+
+
+def test_tries_are_recipes_and_options_that_exist() -> None:
+    for options in [*TRIES["ours"].values(), *FINALS["ours"].values()]:
+        recipe = load_recipe("five-minute", options)
+        resolve_model(recipe.model, 16384)
+    for options in [*TRIES["rival"].values(), *FINALS["rival"].values()]:
+        rival.parser().parse_args(["--rows", "a", "--tokenizer", "b", "--out", "c", *options])
+    assert len(TRIES["rival"]) + len(FINALS["rival"]) >= len(TRIES["ours"]) + len(FINALS["ours"])
+    assert set(TASKS) == {"sst-2", "mrpc", "rte", "cola", "sts-b", "rt-polarity", "wnut-17"}
