@@ -42,7 +42,9 @@ def write_report(work: Path) -> str:
         cells = [_cell(downstream.get(model, {}).get(task)) for model in models]
         if any(cells):
             row(task, *cells)
-    common = next((d["tasks in the mean"] for d in downstream.values() if "mean" in d), [])
+    common: list[str] = next(
+        (d["tasks in the mean"] for d in downstream.values() if "mean" in d), []
+    )
     if common:
         cells = [_cell(downstream.get(model, {}).get("mean")) for model in models]
         row(f"mean of {', '.join(common)}", *cells)
