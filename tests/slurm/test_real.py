@@ -166,15 +166,14 @@ def test_preempted_and_cut_training_ends_with_the_same_losses(quiet, cluster, ne
     assert run.losses() == quiet.losses()
 
 
-def test_b19_a_prep_that_fails_ends_at_once_and_says_why(new_run, books, tmp_path):
-    shutil.copytree(books, tmp_path / "books")
-    (tmp_path / "books" / "book05.txt").unlink()
-    (tmp_path / "books" / "book05.txt").symlink_to("/nowhere/book05.txt")
-    run = real(new_run("unreadable"), tmp_path / "books")
+def test_b19_a_prep_that_fails_ends_at_once_and_says_why(quiet, new_run, tmp_path):
+    quiet.wait_state("prep", "COMPLETED", seconds=200)
+    run = real(new_run("unreadable"), tmp_path / "no-such-books")
+    shutil.copytree(quiet.work / "vocab", run.work / "vocab")
     run.submit()
     run.wait_state("prep", "FAILED", seconds=60)
     run.wait_state("evaluate", "CANCELLED")
-    assert "book05.txt" in run.output("prep")
+    assert "no-such-books" in run.output("prep")
     assert "stopped rc=2" in run.lives("prep")
 
 
