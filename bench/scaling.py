@@ -10,6 +10,7 @@ JSON line a layout, as the planner reads them (bench/results/measured.jsonl).
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import time
 from dataclasses import replace
@@ -53,6 +54,7 @@ def make_groups(tp: int, dp: int, rank: int, world: int) -> Groups:
 def measure(
     config: ModelConfig, tokens: int, groups: Groups, sequence: bool, count: int, recorded: bool
 ) -> dict[str, Any]:
+    gc.collect()  # engine, parameters and their hooks hold each other
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     training = h.Training(
@@ -105,7 +107,12 @@ def main() -> None:
             try:
                 groups = make_groups(tp, dp, rank, world)
                 got = measure(
-                    config, tokens, groups, sequence, options.micro_batches, not options.eager
+                    config,
+                    tokens,
+                    groups,
+                    sequence,
+                    options.micro_batches,
+                    not options.eager and dp == 1,
                 )
             except (RuntimeError, torch.OutOfMemoryError) as error:
                 print(rank, record, "failed:", str(error)[:300], flush=True)

@@ -185,7 +185,7 @@ class TrainConfig:
     probe: str = ""  # a BLiMP parquet: scored by pseudo-log-likelihood at each evaluation
     probe_pairs: int = 1000
     log_every: int = 1
-    compile: bool = True  # on GPUs: record each shape's kernels once and replay them (CUDA graphs)
+    compile: bool = True  # on GPUs with dp 1: record each shape's kernels once and replay them
     kernels: str = "auto"  # auto (fused on GPU) | plain
     shards_dir: str = ""  # read shard sets from here (a node-local copy) instead of work_dir/shards
     threads: int = 0  # torch threads a process; 0 = cores / processes on this node
@@ -237,7 +237,9 @@ class Profile:
     setup: list[str] = field(default_factory=list)  # shell lines, e.g. activate an environment
     environment: dict[str, str] = field(default_factory=dict)  # NCCL_SOCKET_IFNAME, ...
     container: str = ""  # put before each command, e.g. `apptainer exec --nv image.sif`
-    srun_options: str = ""  # added to each srun, e.g. pyxis' `--container-image=... --no-container-...`
+    srun_options: str = (
+        ""  # added to each srun, e.g. pyxis' `--container-image=... --no-container-...`
+    )
     python: str = "python"
     offline: bool = False  # HF_HUB_OFFLINE=1 and no package index
     wheelhouse: str = ""

@@ -111,7 +111,8 @@ class LeanEngine(Engine):
         self.weights = torch.zeros(total, dtype=dtype, device=device)
         self.grads = torch.zeros(total, dtype=torch.float32, device=device)
         self._move_in(params, dtype)
-        self.shard = self._make_shard(device, dtype)
+        self.shard = self._make_shard(dtype)
+        self.grads.zero_()
         if recipe.optimizer.implementation == "lambert":
             self.lamb = Lamb(pieces, self.shard, recipe.optimizer, groups, kernels)
         else:
@@ -128,9 +129,6 @@ class LeanEngine(Engine):
             )
         self.reduced = torch.zeros_like(self.shard.master) if self.sharded else self.grads
         self._last = False
-        # Connects the group now: a CUDA graph could not record it.
-        if groups.dp > 1 and device.type == "cuda":
-            dist.all_reduce(self.grads[:ALIGN], group=groups.dp_group)
 
     def _move_in(self, params: Sequence[nn.Parameter], dtype: torch.dtype) -> None:
         self._bucket_of = {p: b for b in self.buckets for p in b.params}
@@ -138,9 +136,11 @@ class LeanEngine(Engine):
         for p in params:
             at = self.places[id(p)]
             view = self.weights[at : at + p.numel()].view(p.shape)
+            self._main[id(p)] = self.grads[at : at + p.numel()].view(p.shape)
+            # The gradients' buffer holds the fp32 values until the masters are made of them.
+            self._main[id(p)].copy_(p.data)
             view.copy_(p.data)
             p.data = view
-            self._main[id(p)] = self.grads[at : at + p.numel()].view(p.shape)
             bucket = self._bucket_of[p]
             if dtype == torch.float32:
                 p.grad = self._main[id(p)]
@@ -149,11 +149,13 @@ class LeanEngine(Engine):
                 p.main_grad_arrived = lambda b=bucket: self._count(b)  # type: ignore[attr-defined]
             p.register_post_accumulate_grad_hook(lambda p, b=bucket: self._arrived(p, b))
 
-    def _make_shard(self, device: torch.device, dtype: torch.dtype) -> Shard:
-        if not self.sharded:
-            master = self.weights if dtype == torch.float32 else self.weights.float()
+    def _make_shard(self, dtype: torch.dtype) -> Shard:
+        """The masters keep what rounding to `dtype` takes away: from values that lie on the coarse
+        grid, the first small updates would never reach the rounded weights."""
+        if self.sharded:
+            master = torch.cat([self._part(self.grads, b) for b in self.buckets])
         else:
-            master = torch.cat([self._part(self.weights, b) for b in self.buckets]).float()
+            master = self.weights if dtype == torch.float32 else self.grads.clone()
         held = []
         for bucket in self.buckets:
             size = (bucket.end - bucket.begin) // self.ranks
@@ -203,16 +205,14 @@ class LeanEngine(Engine):
         (loss * self.loss_scale if self.scaler else loss).backward()
         self._end()
 
-    def accumulate(self, loss: Tensor, last: bool) -> None:
+    def accumulate(self, loss: Tensor) -> None:
         """`backward` of a loss that is scaled already, without autograd's hooks, whose streams a
-        CUDA graph cannot record."""
-        self._begin(last)
+        CUDA graph cannot record; for dp 1, where no bucket is waited for."""
+        self._begin(last=False)
         params = list(self._bucket_of)
         for p, gradient in zip(params, torch.autograd.grad(loss, params, allow_unused=True)):
             if gradient is not None:
                 self._main[id(p)].add_(gradient)
-                self._count(self._bucket_of[p])
-        self._end()
 
     def _begin(self, last: bool) -> None:
         self._last = last

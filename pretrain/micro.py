@@ -40,7 +40,7 @@ def _loss(sums: Any, shares: Tensor) -> Tensor:
 
 
 class RecordedMicro(Micro):
-    """The same through CUDA graphs; collectives are recorded with the kernels."""
+    """The same through CUDA graphs, for dp 1; collectives of tensor parallelism are recorded too."""
 
     def __init__(self, model: Any, engine: Any) -> None:
         super().__init__(model, engine)
@@ -55,10 +55,9 @@ class RecordedMicro(Micro):
             torch.cuda.empty_cache()
             self.pool, self.max_length = torch.cuda.graph_pool_handle(), micro.max_length
             return super().__call__(micro, batch, last)
-        last = last and self.engine.groups.dp > 1  # else the last one is like the others
-        key = (int(last), *(t.numel() for t in _tensors(micro)))
+        key = tuple(t.numel() for t in _tensors(micro))
         if key not in self.graphs:
-            self.graphs[key] = _Recording(self.model, self.engine, micro, last, self.pool)
+            self.graphs[key] = _Recording(self.model, self.engine, micro, self.pool)
         scale = self.engine.loss_scale
         return self.graphs[key].run(micro, scale / batch.masked_total, scale / batch.rows_total)
 
@@ -70,14 +69,14 @@ class RecordedMicro(Micro):
 
 
 class _Recording:
-    def __init__(self, model: Any, engine: Any, micro: MicroBatch, last: bool, pool: Any) -> None:
+    def __init__(self, model: Any, engine: Any, micro: MicroBatch, pool: Any) -> None:
         self.micro = micro.map(torch.clone)
         self.shares = torch.zeros(2, device=micro.input_ids.device)
         self.graph = torch.cuda.CUDAGraph()
         # Other threads (prefetching of batches) go on using the GPU meanwhile.
         with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
             sums = model(self.micro)
-            engine.accumulate(_loss(sums, self.shares), last)
+            engine.accumulate(_loss(sums, self.shares))
             self.sums = torch.stack([x.detach().float() for x in sums])
 
     def run(self, micro: MicroBatch, mlm_share: float, nsp_share: float) -> Tensor:

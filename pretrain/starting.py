@@ -111,7 +111,9 @@ def _assemble(plan: Plan, device: torch.device, watchdog: Watchdog) -> Run:
         start_at_sinusoids(pieces, plan.model.initializer_range)
     engine = _engine_class(plan)(recipe, model, pieces, groups, kernels, device)
     engine.model.train()
+    # With data parallelism the last micro-batch overlaps its reduction through hooks: not recorded.
     recorded = recipe.train.compile and is_fused(kernels) and isinstance(engine, LeanEngine)
+    recorded = recorded and groups.dp == 1
     identity = {
         "model": to_dict(plan.model),
         "recipe": to_dict(recipe),
