@@ -85,6 +85,7 @@ class DeepSpeedEngine(Engine):
         super().__init__(recipe, pieces, groups)
         deepspeed = _import_deepspeed()
         self.stage = recipe.parallel.zero_stage
+        exact = {p: p.data.clone().view(-1) for p in model.parameters()}
         self.bridge = _Bridge(model.parameters())
         self.engine, *_ = deepspeed.initialize(
             model=model.to(device),
@@ -95,6 +96,9 @@ class DeepSpeedEngine(Engine):
         )
         self.model = self.engine.module
         self.shard = self._bind()
+        for s in self.shard.slices:  # DeepSpeed made the masters of rounded weights
+            begin = s.piece.start + s.begin
+            s.of(self.shard.master).copy_(exact[s.piece.param][begin : begin + s.numel])
         self.lamb = Lamb(pieces, self.shard, recipe.optimizer, groups, kernels)
         self.bridge.lamb = self.lamb
         self._open: contextlib.ExitStack | None = None

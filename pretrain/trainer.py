@@ -21,7 +21,8 @@ from pretrain.optim.lamb import Update
 from pretrain.optim.schedule import lr_at
 from pretrain.starting import Run, begin
 
-EVALUATION_S = COMPILATION_S = SAVING_S = 900.0  # silence that is no hang
+EVALUATION_S = COMPILATION_S = 900.0  # silence that is no hang
+SAVING_S = 1800.0
 QUANTILES = {"min": 0.0, "10": 0.1, "50": 0.5, "90": 0.9, "max": 1.0}
 
 
@@ -31,7 +32,8 @@ def train(plan: Plan) -> int:
     with StopSignals(plan.recipe.guard.save_signals) as stop:
         try:
             code = Trainer(run, stop).run_all()
-            run.writer.close()
+            with run.watchdog.patience(SAVING_S):
+                run.writer.close()
         except BaseException as error:
             run.writer.give_up()
             run.watchdog.fail(error)
@@ -40,7 +42,8 @@ def train(plan: Plan) -> int:
             raise
         if code == PREEMPTED_EXIT:
             stop.ignore()
-        run.close()
+        with run.watchdog.patience(SAVING_S):  # the others wait here for rank 0's last write
+            run.close()
     if plan.rank == 0:
         folder = folder_of(plan.train_dir, run.step)
         say(f"checkpoint after {run.step} of {plan.total} updates: {folder}")
