@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -40,18 +41,27 @@ class Tokenizer:
         self.tokens = [""] * self.vocab_size
         for token, number in vocab.items():
             self.tokens[number] = token
-        self.word_start = np.array([self._starts_word(token) for token in self.tokens], dtype=bool)
         self.dtype = np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.int32)
-        usable = WordCache.usable(backend)
-        self._cache = WordCache(backend, list(specials.values()), self.dtype) if usable else None
-        self.fingerprint = hashlib.blake2b(backend.to_str().encode(), digest_size=16).hexdigest()
+        self._text = backend.to_str()
+        self.fingerprint = hashlib.blake2b(self._text.encode(), digest_size=16).hexdigest()
 
-    def _starts_word(self, token: str) -> bool:
-        if token in self.specials.values():
-            return True
+    @cached_property
+    def word_start(self) -> np.ndarray:
         if self.kind == "wordpiece":
-            return not token.startswith("##")
-        return token.startswith("Ġ" if self.kind == "byte-bpe" else "▁")
+            starts = [not token.startswith("##") for token in self.tokens]
+        else:
+            mark = "Ġ" if self.kind == "byte-bpe" else "▁"
+            starts = [token.startswith(mark) for token in self.tokens]
+        for number in self.special_ids.values():
+            starts[number] = True
+        return np.array(starts, dtype=bool)
+
+    @cached_property
+    def _cache(self) -> WordCache | None:
+        parts = json.loads(self._text)
+        if not WordCache.usable(parts):
+            return None
+        return WordCache(self.backend, list(self.specials.values()), self.dtype, parts)
 
     def encode_sentences(self, sentences: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Ids of all sentences in a row (uint16 or int32) and offsets (int64 [n + 1]); no special

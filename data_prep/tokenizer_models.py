@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -100,13 +100,13 @@ def read_vocab(path: Path) -> dict[str, int]:
 
 
 def find_specials(
-    vocab: dict[str, int], origin: str, known: dict[str, str] | None = None
+    has: Callable[[str], bool], origin: str, known: dict[str, str] | None = None
 ) -> dict[str, str]:
     """The token of each role; raises UserError naming what the vocabulary lacks."""
     found, missing = {}, []
     for role in ROLES:
         names = ((known or {}).get(role), *NAMES[role])
-        token = next((name for name in names if name and name in vocab), None)
+        token = next((name for name in names if name and has(name)), None)
         if token is None:
             missing.append((known or {}).get(role) or NAMES[role][0])
         else:
@@ -152,7 +152,7 @@ def _finish(backend: Backend, specials: dict[str, str]) -> None:
 
 
 def _wordpiece(vocab: dict[str, int], origin: str, config: VocabConfig) -> Built:
-    specials = find_specials(vocab, origin)
+    specials = find_specials(vocab.__contains__, origin)
     backend = Backend(
         models.WordPiece(vocab, unk_token=specials["unk"], max_input_chars_per_word=100)
     )
@@ -225,7 +225,7 @@ def _byte_steps(backend: Backend) -> None:
 
 
 def _byte_bpe(vocab: dict[str, int], merges: list[tuple[str, str]], origin: str) -> Built:
-    specials = find_specials(vocab, origin)
+    specials = find_specials(vocab.__contains__, origin)
     backend = Backend(models.BPE(vocab, merges))
     _byte_steps(backend)
     _finish(backend, specials)
@@ -275,9 +275,9 @@ def _from_json(path: Path, config: VocabConfig) -> Built:
     for role in ROLES:
         value = side.get(f"{role}_token")
         known[role] = str(value.get("content") if isinstance(value, dict) else value or "")
-    specials = find_specials(backend.get_vocab(with_added_tokens=True), str(path), known)
+    specials = find_specials(lambda name: backend.token_to_id(name) is not None, str(path), known)
     _finish(backend, specials)
-    content = json.loads(backend.to_str())
+    content = json.loads(path.read_text(encoding="utf-8"))
     kind = {"WordPiece": "wordpiece", "Unigram": "unigram"}.get(content["model"]["type"], "bpe")
     if kind == "bpe" and "ByteLevel" in json.dumps(content["pre_tokenizer"]):
         kind = "byte-bpe"
@@ -321,7 +321,7 @@ def _from_pieces(model: bytes, origin: str, config: VocabConfig) -> Built:
         ) from None
     pieces = [(piece.piece, piece.score) for piece in proto.pieces]
     vocab = {piece: number for number, (piece, _) in enumerate(pieces)}
-    specials = find_specials(vocab, origin)
+    specials = find_specials(vocab.__contains__, origin)
     if proto.trainer_spec.model_type == 1:
         kind = "unigram"
         backend = Backend(

@@ -11,11 +11,11 @@ with the text of a special token in it, which the real tokenizer finds before it
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import count, islice
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer as Backend
@@ -96,13 +96,15 @@ def _grown(array: np.ndarray, size: int) -> np.ndarray:
 class WordCache:
     """Encodes sentences as `backend` does, a BERT WordPiece (see `usable`)."""
 
-    def __init__(self, backend: Backend, specials: Sequence[str], dtype: np.dtype) -> None:
+    def __init__(
+        self, backend: Backend, specials: Sequence[str], dtype: np.dtype, parts: dict[str, Any]
+    ) -> None:
+        """parts: the tokenizer.json of `backend`."""
         self.backend, self.specials, self.dtype = backend, specials, dtype
-        parts = json.loads(backend.to_str())
         normalizer, longest = parts["normalizer"], parts["model"]["max_input_chars_per_word"]
         self.lowercase = normalizer["lowercase"]
         # Words that are their own token; longer ones are unknown to WordPiece, whatever it holds.
-        vocab = backend.get_vocab(with_added_tokens=False)
+        vocab = parts["model"]["vocab"]
         plain = {token: i for token, i in vocab.items() if token.isascii() and token.isalnum()}
         self.known = {token: i for token, i in plain.items() if len(token) <= longest}
         cuts = re.escape(PUNCTUATION) + (IDEOGRAPHS if normalizer["handle_chinese_chars"] else "")
@@ -111,9 +113,8 @@ class WordCache:
         self.cache = Cache(lambda text: text.split(" "), f" {END} ", words.encode, dtype)
 
     @staticmethod
-    def usable(backend: Backend) -> bool:
+    def usable(parts: dict[str, Any]) -> bool:
         """Whether this is a WordPiece with BERT's own steps and plain special tokens."""
-        parts = json.loads(backend.to_str())
         kinds = [
             (parts[name] or {}).get("type") for name in ("model", "normalizer", "pre_tokenizer")
         ]

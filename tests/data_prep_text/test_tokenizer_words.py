@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer as Backend
 
 from configs.schema import VocabConfig
 from data_prep.tokenizer import Tokenizer, load
@@ -96,7 +95,8 @@ def test_every_character_beside_every_kind_of_neighbour(tokenizers, switches) ->
 def test_a_full_cache_starts_anew_and_ids_stay(tokenizers, monkeypatch) -> None:
     monkeypatch.setattr("data_prep.tokenizer_words.LARGEST_CACHE", 2000)
     monkeypatch.setattr("data_prep.tokenizer_words.BATCH", 200)
-    cache = WordCache(tokenizers[True, None].backend, SPECIALS, np.dtype(np.uint16))
+    backend = tokenizers[True, None].backend
+    cache = WordCache(backend, SPECIALS, np.dtype(np.uint16), json.loads(backend.to_str()))
     resets = []
     real_reset = Cache._reset
     monkeypatch.setattr(Cache, "_reset", lambda self: (resets.append(1), real_reset(self))[1])
@@ -112,13 +112,12 @@ def test_a_full_cache_starts_anew_and_ids_stay(tokenizers, monkeypatch) -> None:
 
 
 def test_only_berts_own_steps_are_taken_for_cacheable(tokenizers) -> None:
-    backend = tokenizers[True, None].backend
-    assert WordCache.usable(backend)
-    parts = json.loads(backend.to_str())
+    parts = json.loads(tokenizers[True, None].backend.to_str())
+    assert WordCache.usable(parts)
     for change in ({"pre_tokenizer": {"type": "Whitespace"}}, {"normalizer": None}):
-        assert not WordCache.usable(Backend.from_str(json.dumps({**parts, **change})))
+        assert not WordCache.usable({**parts, **change})
     parts["added_tokens"][0]["normalized"] = True
-    assert not WordCache.usable(Backend.from_str(json.dumps(parts)))
+    assert not WordCache.usable(parts)
 
 
 def test_no_sentences_and_empty_ones(tokenizers) -> None:
