@@ -47,7 +47,9 @@ def main(argv: list[str]) -> int:
         formatter_class=argparse.RawTextHelpFormatter,
     )
     parser.add_argument("recipe", nargs="?", default="demo", help="recipe (default: demo)")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. phases.0.steps=60")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="e.g. phases.0.steps=60"
+    )
     options = parser.parse_args(argv)
     if "=" in options.recipe:
         options.recipe, options.overrides = "demo", [options.recipe, *options.overrides]

@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int | None:
         "  python -m cluster plan bert-large-64k --gpus 512 model.preset=megatron-8.3b parallel.tp=8",
     )
     parser.add_argument("recipe", help="a YAML file, or the name of one in configs/recipes")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
     parser.add_argument("--gpus", type=int, required=True)
     parser.add_argument("--card", default="H100", help="H100, H200, A100, RTX4090")
     parser.add_argument("--gpus-per-node", type=int, default=8)

@@ -30,7 +30,9 @@ def main(argv: list[str]) -> int | None:
         "queues what is not finished.",
     )
     parser.add_argument("recipe", help="a YAML file, or the name of one in configs/recipes")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the recipe")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="changes to the recipe"
+    )
     parser.add_argument("--profile", required=True, help="a YAML file, or one of configs/profiles")
     parser.add_argument(
         "--set", action="append", default=[], metavar="key=value", help="a change to the profile"

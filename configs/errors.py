@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Callable
 
@@ -10,6 +11,18 @@ USER_ERROR_EXIT = 2
 PREEMPTED_EXIT = 75  # stopped by a signal after saving: the same command goes on
 DIVERGED_EXIT = 76  # NaN, overflow or spikes beyond the guard's patience: going on is no use
 LOST_RANK_EXIT = 77  # a process died or hung: the same command goes on from the last checkpoint
+
+
+# What a file system refuses: no bug of ours, so the path and the reason are enough.
+_REFUSED = {
+    errno.EACCES: "choose a place that you may read and write",
+    errno.EPERM: "choose a place that you may read and write",
+    errno.EROFS: "this file system is read-only: choose another place (work_dir=...)",
+    errno.ENOSPC: "the disk is full: free some of it; the same command goes on",
+    errno.EDQUOT: "your quota is full: free some of it; the same command goes on",
+    errno.ENOTDIR: "a part of this path is a file: choose another (work_dir=...)",
+    errno.EISDIR: "this is a folder: name a file",
+}
 
 
 class UserError(Exception):
@@ -33,10 +46,16 @@ def run_cli(main: Callable[[], int | None]) -> None:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         code = error.exit_code
-    except KeyboardInterrupt:
-        print("interrupted; the same command goes on from what is finished", file=sys.stderr)
-        code = 130
     except BrokenPipeError:  # `... | head` closed our standard output
         sys.stderr.close()
         code = 141
+    except OSError as error:
+        if error.errno not in _REFUSED or error.filename is None and error.errno != errno.ENOSPC:
+            raise
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"error: {where}{error.strerror}\n  -> {_REFUSED[error.errno]}", file=sys.stderr)
+        code = USER_ERROR_EXIT
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from what is finished", file=sys.stderr)
+        code = 130
     sys.exit(code)

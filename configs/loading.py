@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from configs.errors import UserError
+from configs.ranges import check_ranges
 from configs.schema import Profile, Recipe, ShardsConfig
 
 T = TypeVar("T")
@@ -32,6 +33,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     if not recipe.work_dir:
         recipe.work_dir = f"runs/{recipe.name}"
     recipe.shards = recipe.shards or {"len128": ShardsConfig()}
+    check_ranges(recipe)
     for position, phase in enumerate(recipe.phases):
         if phase.shards not in recipe.shards:
             raise UserError(
@@ -61,6 +63,8 @@ def _find(path: str | Path, folder: str) -> Path:
     for candidate in (path, HERE / folder / path, HERE / folder / f"{path}.yaml"):
         if candidate.is_file():
             return candidate
+    if path.is_dir():
+        raise UserError(f"{path} is a folder", f"name a YAML file, or one of the shipped {folder}")
     known = sorted(p.stem for p in (HERE / folder).glob("*.yaml"))
     near = get_close_matches(path.stem, known, 1)
     hint = f"did you mean {near[0]}? " if near else ""
@@ -121,6 +125,8 @@ def _build(schema: type[T], layers: list[tuple[str, dict[str, Any]]]) -> T:
         except OmegaConfBaseException as error:
             key = getattr(error, "full_key", None) or getattr(error, "key", "") or ""
             text = (getattr(error, "msg", None) or str(error)).splitlines()[0]
+            if origin.startswith("override "):  # inside a list OmegaConf tells only the key's end
+                key = origin.split("'")[1].partition("=")[0]
             raise UserError(f"{origin}: {key}: {text}", _expected(schema, str(key))) from None
     return cast(T, OmegaConf.to_object(merged))
 
@@ -178,7 +184,9 @@ def _check_keys(schema: Any, values: Any, origin: str, prefix: str) -> None:
 def _expected(schema: Any, key: str) -> str:
     for part in key.replace("[", ".").replace("]", "").split("."):
         if isinstance(schema, type) and is_dataclass(schema):
-            schema = get_type_hints(schema).get(part, schema)
+            if part not in get_type_hints(schema):
+                return "configs/schema.py tells the type of each key"
+            schema = get_type_hints(schema)[part]
         elif get_args(schema):
             schema = get_args(schema)[-1]
     return f"expected {getattr(schema, '__name__', schema)}"

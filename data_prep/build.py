@@ -18,7 +18,9 @@ def main(argv: list[str]) -> int | None:
         "The bytes are the same for any number of workers.",
     )
     parser.add_argument("recipe", help="a YAML file, or the name of one in configs/recipes")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. prep.workers=8")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="e.g. prep.workers=8"
+    )
     parser.add_argument("--set", action="append", dest="sets", help="only this shard set (repeat)")
     arguments = parser.parse_intermixed_args(argv)
     recipe = load_recipe(arguments.recipe, arguments.overrides)

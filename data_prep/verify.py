@@ -31,7 +31,9 @@ _EXPECTED = {INDEX, HELD_OUT, ".build", "README.md"}
 def main(argv: list[str]) -> int | None:
     parser = argparse.ArgumentParser(prog="python -m data_prep verify", description=__doc__)
     parser.add_argument("target", metavar="FOLDER|RECIPE", help="a shard folder, or a recipe")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="with a recipe")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="with a recipe"
+    )
     arguments = parser.parse_intermixed_args(argv)
     target = Path(arguments.target)
     if target.is_dir() or (len(target.parts) > 1 and target.suffix != ".yaml"):

@@ -22,7 +22,9 @@ def main(argv: list[str]) -> int | None:
         epilog="vocab.file=PATH loads a vocab.txt, tokenizer.json or .model instead of training.",
     )
     parser.add_argument("recipe", help="a YAML file, or the name of one in configs/recipes")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. vocab.size=8192")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="e.g. vocab.size=8192"
+    )
     arguments = parser.parse_args(argv)
     make_vocab(load_recipe(arguments.recipe, arguments.overrides))
     return None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import sys
 from pathlib import Path
+from typing import TextIO
 
 from configs.console import say
 from configs.errors import UserError
@@ -38,6 +40,7 @@ def main(argv: list[str]) -> int:
         recipe = load_recipe(argv[0], argv[1:])
         env = distributed_environment()
         plan = check(recipe, env)
+        lock = None if plan.finished or plan.rank else _lock(Path(recipe.work_dir) / "train")
     except UserError as error:
         if os.environ.get("LOCAL_RANK", "0") not in ("", "0"):
             sys.exit(error.exit_code)  # one process a node says it
@@ -54,4 +57,28 @@ def main(argv: list[str]) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from pretrain.trainer import train
 
-    return train(plan)
+    try:
+        return train(plan)
+    finally:
+        if lock is not None:
+            lock.close()
+
+
+def _lock(folder: Path) -> TextIO:
+    """One training at a time in a folder, or two would mix their checkpoints (rank 0 asks).
+
+    The lock goes when the process does, however it ends.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = (folder / ".lock").open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise UserError(
+            f"{folder}: another training is running here",
+            "wait for it, stop it, or take another folder with work_dir=...",
+        ) from None
+    except OSError:  # a file system without locks
+        pass
+    return file

@@ -1,0 +1,84 @@
+"""The bounds of a recipe's numbers: a value outside is named before anything is imported or made.
+
+What depends on another key, on the shards or on the machine is checked by the room that reads it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from configs.errors import UserError
+
+_ANY = float("inf")
+_SHARE = (0.0, 1.0)
+
+# Key as it is below its section -> (lowest, highest), both allowed. Lists and named sets: `*`.
+BOUNDS: dict[str, tuple[float, float]] = {
+    "seed": (0, 2**63 - 1),
+    "sources.*.weight": (0, _ANY),
+    "sources.*.window_sentences": (1, _ANY),
+    "vocab.size": (6, 2**31 - 1),  # five special tokens and one of the text
+    "vocab.min_frequency": (1, _ANY),
+    "vocab.sample_mb": (0, _ANY),
+    "shards.*.max_length": (8, 65535),  # lengths are uint16 in a shard
+    "shards.*.dupe_factor": (1, _ANY),
+    "shards.*.short_seq_prob": _SHARE,
+    "shards.*.mask_cap": (0, _ANY),
+    "prep.held_out": (0, 0.999),
+    "prep.workers": (0, _ANY),
+    "prep.part_mb": (1, _ANY),
+    "model.hidden_dropout": (0, 0.999),
+    "model.attention_dropout": (0, 0.999),
+    "model.num_layers": (0, _ANY),
+    "model.num_heads": (0, _ANY),
+    "model.hidden_size": (0, _ANY),
+    "model.intermediate_size": (0, _ANY),
+    "model.vocab_size": (0, _ANY),
+    "parallel.tp": (1, _ANY),
+    "parallel.micro_batch_tokens": (0, _ANY),
+    "optimizer.beta1": (0, 0.999999),
+    "optimizer.beta2": (0, 0.999999),
+    "optimizer.eps": (0, 1),
+    "optimizer.weight_decay": (0, _ANY),
+    "optimizer.max_grad_norm": (0, _ANY),
+    "optimizer.trust_ratio_min": (0, _ANY),
+    "optimizer.trust_ratio_max": (0, _ANY),
+    "phases.*.global_batch": (1, _ANY),
+    "phases.*.steps": (1, _ANY),
+    "checkpoint.every": (0, _ANY),
+    "checkpoint.keep": (1, _ANY),
+    "guard.max_skipped_updates": (1, _ANY),
+    "guard.initial_loss_scale": (2.0**-24, 2.0**127),
+    "guard.min_loss_scale": (2.0**-24, 2.0**127),
+    "guard.nan_patience": (1, _ANY),
+    "guard.spike_factor": (1, _ANY),
+    "guard.spike_patience": (0, _ANY),
+    "guard.hang_timeout_s": (0, _ANY),
+    "train.stop_at": (0, _ANY),
+    "train.max_minutes": (0, _ANY),
+    "train.eval_every": (0, _ANY),
+    "train.eval_rows": (0, _ANY),
+    "train.probe_pairs": (0, _ANY),
+    "train.log_every": (1, _ANY),
+    "train.threads": (0, _ANY),
+}
+
+
+def check_ranges(config: Any, key: str = "", pattern: str = "") -> None:
+    """Walks a recipe; UserError names the first number outside its bounds (NaN is outside)."""
+    if is_dataclass(config):
+        items = [(f.name, f.name, getattr(config, f.name)) for f in fields(config)]
+    elif isinstance(config, list):
+        items = [(str(i), "*", value) for i, value in enumerate(config)]
+    elif isinstance(config, dict):
+        items = [(name, "*", value) for name, value in config.items()]
+    else:
+        low, high = BOUNDS.get(pattern, (-_ANY, _ANY))
+        if pattern in BOUNDS and config is not None and not low <= config <= high:
+            ends = f"{low:g} or more" if high == _ANY else f"from {low:g} to {high:g}"
+            raise UserError(f"{key}={config} is out of range", f"give a number {ends}")
+        return
+    for name, general, value in items:
+        dot = "." if key else ""
+        check_ranges(value, f"{key}{dot}{name}", f"{pattern}{dot}{general}")
