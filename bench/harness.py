@@ -179,7 +179,7 @@ def copy_rate() -> float:
 
 
 GROUPS = (
-    ("attention", ("_attention_", "flash", "fmha", "cudnn")),
+    ("attention", ("attention_", "flash", "fmha", "cudnn")),
     ("loss", ("_row_stats", "_gradient")),
     ("optimiser", ("_moments", "_apply", "_reduce", "multi_tensor", "norm_kernel", "LpNorm")),
     ("GEMM", ("gemm", "nvjet", "cutlass", "xmma", "Kernel2", "cublas", "splitK")),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from pretrain.kernels.attention import attention
 from pretrain.kernels.plain import LambTable, embedding
-from pretrain.kernels.triton_attention import attention
 from pretrain.kernels.triton_lamb import lamb_apply, lamb_moments
 from pretrain.kernels.triton_linear import forked_linear, linear
 from pretrain.kernels.triton_loss import linear_cross_entropy

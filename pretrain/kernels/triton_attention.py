@@ -10,31 +10,23 @@ is the next row, so every sum over keys or queries masks the probabilities, neve
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from pretrain.kernels.hashing import HEAD_STRIDE, keep_scale, signed, stream, threshold
-from pretrain.kernels.triton_gradients import collect
 from pretrain.kernels.triton_hash import channel_hash, keep, row_hash
 
-Tensor = torch.Tensor
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit(do_not_specialize=["stream", "tokens"])
-def _hash_rows(token_keys, hashes, stream, tokens, BLOCK: tl.constexpr):
+def hash_rows(token_keys, hashes, stream, tokens, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     keys = tl.load(token_keys + at, mask=at < tokens, other=0)
     tl.store(hashes + at, row_hash(keys, stream).to(tl.int32, bitcast=True), mask=at < tokens)
 
 
 @triton.jit
-def _hash_channels(table, first_head, heads, LENGTH: tl.constexpr, HEAD_STRIDE: tl.constexpr):
+def hash_channels(table, first_head, heads, LENGTH: tl.constexpr, HEAD_STRIDE: tl.constexpr):
     """table int32 [2, heads, LENGTH]: multipliers and offsets of each head's keys."""
     position = tl.arange(0, LENGTH)
     multiplier, shift = channel_hash((tl.program_id(0) + first_head) * HEAD_STRIDE + position)
@@ -63,7 +55,7 @@ def _place(base, start, token, column, STRIDE: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def _attention_forward(
+def attention_forward(
     queries, keys, cu_seqlens, hashes, channels, out, log_sums, tokens,
     SCALE: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SINGLE: tl.constexpr, THRESHOLD: tl.constexpr, KEEP_SCALE: tl.constexpr,
@@ -134,7 +126,7 @@ def _gradients(
 
 
 @triton.jit
-def _attention_backward(
+def attention_backward(
     queries, keys, grads, outs, cu_seqlens, hashes, channels, log_sums, grad_qkv, grad_bias, tokens,
     SCALE: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BIAS: tl.constexpr, THRESHOLD: tl.constexpr, KEEP_SCALE: tl.constexpr,
@@ -187,7 +179,7 @@ def _attention_backward(
 
 
 @triton.jit
-def _attention_backward_queries(
+def attention_backward_queries(
     queries, keys, grads, outs, cu_seqlens, hashes, channels, log_sums, grad_qkv, grad_bias, deltas, tokens,
     SCALE: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BIAS: tl.constexpr, THRESHOLD: tl.constexpr, KEEP_SCALE: tl.constexpr,
@@ -236,7 +228,7 @@ def _attention_backward_queries(
 
 
 @triton.jit
-def _attention_backward_keys(
+def attention_backward_keys(
     queries, keys, grads, cu_seqlens, hashes, channels, log_sums, grad_qkv, grad_bias, deltas, tokens,
     SCALE: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BIAS: tl.constexpr, THRESHOLD: tl.constexpr, KEEP_SCALE: tl.constexpr,
@@ -283,166 +275,3 @@ def _attention_backward_keys(
         tl.store(
             grad_bias + tile * (3 * WIDTH) + 2 * WIDTH + head * D + tl.arange(0, D), tl.sum(dv, 0)
         )
-
-
-# Tile sizes and warps, measured on an H100 with heads of 64 (bench/results/speed.md).
-SHORT = 128
-FORWARD_SHORT: dict[str, Any] = {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2}
-FORWARD_LONG: dict[str, Any] = {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3}
-BACKWARD_SHORT: dict[str, Any] = {"BLOCK_N": 32, "num_warps": 4, "num_stages": 2}
-QUERIES: dict[str, Any] = {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3}
-KEYS: dict[str, Any] = {"BLOCK_M": 32, "BLOCK_N": 128, "num_warps": 4, "num_stages": 3}
-
-
-_TABLES: dict[tuple[Any, ...], Tensor] = {}
-
-
-def hashes(
-    token_keys: Tensor, p: float, site: int, seed: int, heads: int, first_head: int, max_length: int
-) -> tuple[Tensor, Tensor]:
-    """(row hashes of this site int32 [T], channel table int32 [2, heads, length]); see `hashing`.
-
-    Made once, since inside the attention kernels they cost a quarter of their arithmetic. The
-    table is the same for all layers and steps.
-    """
-    if p == 0.0:
-        return token_keys, token_keys
-    length = triton.next_power_of_2(max_length)
-    key = (token_keys.device, heads, first_head, length)
-    if key not in _TABLES:
-        table = torch.empty(2, heads, length, dtype=torch.int32, device=token_keys.device)
-        _hash_channels[(heads,)](table, first_head, heads, LENGTH=length, HEAD_STRIDE=HEAD_STRIDE)
-        _TABLES[key] = table
-    rows = torch.empty_like(token_keys)
-    tokens = len(token_keys)
-    salt = signed(stream(seed, site))
-    _hash_rows[(triton.cdiv(tokens, 1024),)](token_keys, rows, salt, tokens, BLOCK=1024)
-    return rows, _TABLES[key]
-
-
-def _constants(qkv: Tensor, p: float, max_length: int) -> dict[str, Any]:
-    _, _, heads, width = qkv.shape
-    return {
-        "SCALE": 1.0 / math.sqrt(width),
-        "HEADS": heads,
-        "D": width,
-        "THRESHOLD": threshold(p),
-        "KEEP_SCALE": keep_scale(p),
-        "LENGTH": triton.next_power_of_2(max_length),
-        "PRECISION": "ieee" if qkv.dtype == torch.float32 else "tf32",
-    }
-
-
-def _tiles(x: Tensor, rows: int, width: int) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(x.view(x.shape[0], -1), [rows, width])
-
-
-def forward(
-    qkv: Tensor,
-    cu_seqlens: Tensor,
-    max_length: int,
-    rows_hash: Tensor,
-    channels: Tensor,
-    p: float,
-    short: int = SHORT,
-    **options: Any,
-) -> tuple[Tensor, Tensor]:
-    """Returns (out [T, heads * d], base-2 log-sums fp32 [heads, T])."""
-    tokens, _, heads, width = qkv.shape
-    if max_length <= short:
-        tile = max(16, triton.next_power_of_2(max_length))
-        options = FORWARD_SHORT | options
-        options |= {size: min(tile, options[size]) for size in ("BLOCK_M", "BLOCK_N")}
-    else:
-        options = FORWARD_LONG | options
-    m, n = options["BLOCK_M"], options["BLOCK_N"]
-    out = qkv.new_empty(tokens, heads * width)
-    log_sums = torch.empty(heads, tokens, dtype=torch.float32, device=qkv.device)
-    _attention_forward[(heads, cu_seqlens.shape[0] - 1, triton.cdiv(max_length, m))](
-        _tiles(qkv, m, width), _tiles(qkv, n, width), cu_seqlens, rows_hash, channels, out, log_sums,
-        tokens, SINGLE=max_length <= n, **_constants(qkv, p, max_length), **options,
-    )  # fmt: skip
-    return out, log_sums
-
-
-def backward(
-    grad_out: Tensor,
-    qkv: Tensor,
-    biased: bool,
-    cu_seqlens: Tensor,
-    max_length: int,
-    rows_hash: Tensor,
-    channels: Tensor,
-    out: Tensor,
-    log_sums: Tensor,
-    p: float,
-    short: int = SHORT,
-    queries: dict[str, Any] | None = None,
-    keys: dict[str, Any] | None = None,
-    **options: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """Returns (gradient of qkv, partial sums of the bias' fp32 [n, 3, heads, d] if `biased`).
-
-    options: of the kernel for short rows; queries, keys: of the two for long rows.
-    """
-    tokens, _, heads, width = qkv.shape
-    rows = cu_seqlens.shape[0] - 1
-    fp32: dict[str, Any] = {"dtype": torch.float32, "device": qkv.device}
-    grad_qkv = torch.empty_like(qkv)
-    constants = _constants(qkv, p, max_length) | {"BIAS": biased}
-
-    def tiles(m: int, n: int) -> tuple[TensorDescriptor, ...]:
-        sizes = ((qkv, m), (qkv, n), (grad_out, m), (out, m))
-        return tuple(_tiles(x, size, width) for x, size in sizes)
-
-    if max_length <= short:
-        options = (
-            BACKWARD_SHORT | {"BLOCK_M": max(16, triton.next_power_of_2(max_length))} | options
-        )
-        options["BLOCK_N"] = min(options["BLOCK_M"], options["BLOCK_N"])
-        partial = torch.zeros(rows if biased else 0, 3, heads, width, **fp32)
-        _attention_backward[(heads, rows)](
-            *tiles(options["BLOCK_M"], options["BLOCK_N"]), cu_seqlens, rows_hash, channels,
-            log_sums, grad_qkv, partial, tokens, **constants, **options,
-        )  # fmt: skip
-        return grad_qkv, partial if biased else None
-    queries, keys = QUERIES | (queries or {}), KEYS | (keys or {})
-    counts = [triton.cdiv(max_length, queries["BLOCK_M"]), triton.cdiv(max_length, keys["BLOCK_N"])]
-    deltas = torch.empty_like(log_sums)
-    partial = torch.zeros(rows * max(counts) if biased else 0, 3, heads, width, **fp32)
-    _attention_backward_queries[(heads, rows, counts[0])](
-        *tiles(queries["BLOCK_M"], queries["BLOCK_N"]), cu_seqlens, rows_hash, channels,
-        log_sums, grad_qkv, partial, deltas, tokens, **constants, **queries,
-    )  # fmt: skip
-    _attention_backward_keys[(heads, rows, counts[1])](
-        *tiles(keys["BLOCK_M"], keys["BLOCK_N"])[:3], cu_seqlens, rows_hash, channels,
-        log_sums, grad_qkv, partial, deltas, tokens, **constants, **keys,
-    )  # fmt: skip
-    return grad_qkv, partial if biased else None
-
-
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, qkv, bias, cu_seqlens, max_length, token_keys, p, site, seed, first_head):
-        drawn = hashes(token_keys, p, site, seed, qkv.shape[2], first_head, max_length)
-        out, log_sums = forward(qkv, cu_seqlens, max_length, *drawn, p)
-        ctx.save_for_backward(qkv, cu_seqlens, *drawn, out, log_sums)
-        ctx.max_length, ctx.p, ctx.bias = max_length, p, bias
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad_out):
-        qkv, cu_seqlens, rows, channels, out, log_sums = ctx.saved_tensors
-        places = (ctx.bias is not None, cu_seqlens, ctx.max_length, rows, channels)
-        grad_qkv, partial = backward(grad_out.contiguous(), qkv, *places, out, log_sums, ctx.p)
-        (grad_bias,) = collect(partial, ctx.bias)
-        return grad_qkv, grad_bias, *(None,) * 7
-
-
-def attention(
-    qkv, cu_seqlens, max_length, token_keys, p, site, seed, first_head=0, bias=None
-) -> Tensor:
-    """See `plain.attention`. Heads of a power of two from 16 on."""
-    return _Attention.apply(
-        qkv.contiguous(), bias, cu_seqlens, max_length, token_keys, p, site, seed, first_head
-    )

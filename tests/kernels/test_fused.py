@@ -106,20 +106,20 @@ def test_attention(lengths, longest, p, dtype, first_head, with_bias):
 
 @pytest.mark.skipif(not INTERPRETED, reason="the GPU cases above have long rows")
 def test_attention_of_rows_longer_than_a_tile():
-    from pretrain.kernels import triton_attention
+    from pretrain.kernels import attention
 
     lengths = [40, 3, 0, 32]
     rows, token_keys = lengths_to_rows(lengths), keys(75)
     qkv, bias = torch.randn(75, 3, 2, 16), torch.zeros(96)
     rest = (0.1, 4, 99, 0)
     tiles = {"BLOCK_M": 16, "BLOCK_N": 16}
-    drawn = triton_attention.hashes(token_keys, 0.1, 4, 99, 2, 0, 48)
-    out, log_sums = triton_attention.forward(qkv, rows, 48, *drawn, 0.1, short=16, **tiles)
+    drawn = attention.hashes(token_keys, 0.1, 4, 99, 2, 0, 48)
+    out, log_sums = attention.forward(qkv, rows, 48, *drawn, 0.1, short=16, **tiles)
     exact, exact_bias = qkv.double().requires_grad_(), bias.double().requires_grad_()
     oracle = plain.attention(exact, rows, 48, token_keys, *rest, bias=exact_bias)
     close(out, oracle, 2e-5)
     upstream = torch.randn_like(out)
-    grad_qkv, grad_bias = triton_attention.backward(
+    grad_qkv, grad_bias = attention.backward(
         upstream,
         qkv,
         True,
