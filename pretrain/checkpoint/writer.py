@@ -85,7 +85,8 @@ class Writer:
         self._staged: dict[str, Tensor] = {}
         self.stalled_s = 0.0  # how long the last save held up training
         if groups.rank == 0:
-            for path in incomplete(train_dir):
+            left = [p for p in incomplete(train_dir) if not p.name.endswith(f"-{token}")]
+            for path in left:
                 say(f"{path.name} is incomplete (its save was killed): removed")
                 shutil.rmtree(path)
 

@@ -8,13 +8,16 @@ import pytest
 import torch
 from torch import nn
 
-from configs.schema import OptimizerConfig
+from configs.schema import OptimizerConfig, Recipe
+from pretrain.engine import LeanEngine
 from pretrain.kernels import plain
+from pretrain.model import build
 from pretrain.optim.lamb import Lamb
 from pretrain.optim.reference import ReferenceLamb
 from pretrain.parallel.groups import SINGLE
 from pretrain.parallel.pieces import Piece
 from pretrain.parallel.slices import Shard, make_slices
+from tests.trainer.batches import pack, random_rows, tiny_config
 
 B29 = {
     "a.weight": ([3.0, 4.0], [0.5, 0.5], 3.53554, [2.646447, 3.646447]),
@@ -142,10 +145,6 @@ def test_a_gradient_that_is_not_finite_changes_nothing(bad):
 
 def test_the_reference_as_the_trainers_optimiser_is_the_same():
     """optimizer.implementation=reference on the lean engine, fp32 and with scaled gradients."""
-    from configs.schema import Recipe
-    from pretrain.engine import LeanEngine
-    from pretrain.model import build
-    from tests.trainer.batches import pack, random_rows, tiny_config
 
     config = tiny_config()
     weights = []
@@ -162,3 +161,16 @@ def test_the_reference_as_the_trainers_optimiser_is_the_same():
             assert len(update.ratios) == len(pieces)
         weights.append(engine.weights.clone())
     assert (weights[0] - weights[1]).norm() / weights[0].norm() < 1e-5
+
+
+def test_masters_keep_what_rounding_takes_away():
+    """Masters that start on bf16's grid would swallow the first small updates."""
+    exact, pieces = build(tiny_config(), seed=1)
+    model, parts = build(tiny_config(), seed=1)
+    engine = LeanEngine(Recipe(), model, parts, SINGLE, plain, torch.device("cpu"))
+    by_name = {p.name: p.view(p.param.data.view(-1)) for p in pieces}
+    for s in engine.shard.slices:
+        value = by_name[s.piece.name].view(-1)
+        assert torch.equal(s.of(engine.shard.master), value)
+        assert torch.equal(s.piece.view(s.piece.param.data.view(-1)).view(-1), value.bfloat16())
+    assert not engine.grads.any()
