@@ -211,15 +211,15 @@ def test_power_cut_of_a_node(new_run, cluster):
 
 def test_controller_crash(new_run, cluster):
     run = new_run("controller")
-    run.standin(update_s=0.5).submit()
-    run.wait_step(5)
+    run.standin(update_s=1.0).submit()
+    run.wait_step(1)
     queued = time.time()
     saved = cluster.folder / "state" / "job_state"  # SLURM writes it some seconds late
     wait_for(lambda: saved.stat().st_mtime > queued, 30, "the controller's memory of the jobs")
     cluster.do("kill-ctld")
     at = run.step()
     try:
-        run.wait_step(at + 4)  # the training does not notice
+        run.wait_step(at + 3)  # the training does not notice
     finally:
         cluster.do("start-ctld")
     finish(run)
