@@ -84,7 +84,7 @@ def start(
     return out
 
 
-def finish(processes: list[subprocess.Popen], timeout: float = 300) -> list[int]:
+def finish(processes: list[subprocess.Popen], timeout: float = 600) -> list[int]:
     """Exit codes; kills what is left after the time-out."""
     end = time.monotonic() + timeout
     try:
@@ -114,7 +114,7 @@ def evaluations(run: Path) -> dict[int, float]:
     return {r["step"]: r["mlm_loss"] for r in records if r["kind"] == "eval"}
 
 
-def wait_for_step(run: Path, step: int, timeout: float = 120) -> None:
+def wait_for_step(run: Path, step: int, timeout: float = 300) -> None:
     """Until the log shows this update."""
     log = run / "train" / "log.jsonl"
     end = time.monotonic() + timeout

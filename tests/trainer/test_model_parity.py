@@ -150,7 +150,7 @@ def test_initial_values_are_truncated_normal_and_seeded_by_name():
     true = words[: config.vocab_size]
     assert true.abs().max() <= 0.04
     # A normal cut at two standard deviations keeps 0.8796 of its width.
-    assert abs(float(true.std()) / 0.02 - 0.8796) < 0.01
+    assert abs(true.std().item() / 0.02 - 0.8796) < 0.01
     assert not words[config.vocab_size :].any()
     queries = [p.view(p.param.view(-1)) for p in pieces if "query.weight" in p.name]
     assert not torch.equal(queries[0], queries[1])

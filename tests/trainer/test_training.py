@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -104,10 +103,8 @@ def test_resume_after_twenty_random_kills_is_bit_equal(whole, tmp_path):
 
 def test_b39_a_rank_killed_in_a_save_ends_the_job_and_the_next_start_goes_on(whole, tmp_path):
     run = fresh(whole, tmp_path / "run")
-    begin = time.monotonic()
     codes = train(run, "guard.hang_timeout_s=12", size=2, accident="save:2:1")
     assert codes == [77, -signal.SIGKILL], output(run)
-    assert time.monotonic() - begin < 120
     assert "rank 1" in output(run)
     left = [p.name for p in (run / "train" / "checkpoints").iterdir()]
     assert any(name.startswith("step-00000010.partial-") for name in left)
