@@ -194,9 +194,12 @@ def test_deepspeed_launcher_starts_two_by_two(quiet, repo, tmp_path, launcher):
         f"line=$(grep -- '--launcher {launcher}' {tmp_path}/said)\n"
         f'recipe="{recipe}"; eval "${{line/RECIPE/$recipe}}"\n'
     )
-    line = ["sbatch", "-W", "-N2", "--ntasks-per-node=2", "--exclude=gpu08", "-o", str(log)]
-    done = subprocess.run([*line, str(script)], capture_output=True, timeout=300)
-    assert done.returncode == 0, log.read_text()[-5000:]
+    cluster = quiet.cluster
+    line = ["sbatch", "--parsable", "-N2", "--ntasks-per-node=2", "--exclude=gpu08", "-o", str(log)]
+    job = cluster.run(*line, str(script)).strip()
+    ends = ("COMPLETED", "FAILED", "CANCELLED")
+    state = wait_for(lambda: (now := cluster.state(job)) in ends and now, 300, "the training")
+    assert state == "COMPLETED", log.read_text()[-5000:]
     assert "tp 2 x dp 2" in log.read_text()
     records = [json.loads(text) for text in (work / "train" / "log.jsonl").read_text().splitlines()]
     assert [r["step"] for r in records if r["kind"] == "train"] == [1, 2, 3, 4]
