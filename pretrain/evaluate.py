@@ -25,9 +25,15 @@ def main(argv: Sequence[str]) -> int:
         raise UserError("nothing to evaluate on", "pass --shards FOLDER, --blimp FILE, or both")
     if not 0 < options.sample <= 1:
         raise UserError(f"--sample {options.sample}", "a share of BLiMP: above 0, at most 1")
+    if not 0 < options.probability <= 1:
+        raise UserError(f"--probability {options.probability}", "a share of the tokens: 0.15")
+    if options.rows < 0:
+        raise UserError(f"--rows {options.rows}", "a number of rows, or 0 for all")
     held_out = _held_out(Path(options.shards)) if options.shards else None
     if options.blimp and not Path(options.blimp).is_file():
         raise UserError(f"{options.blimp}: no such file", "name BLiMP's parquet file")
+    if not Path(options.model).exists():
+        raise UserError(f"{options.model}: no such folder", "give a run or an HF folder")
 
     scores = evaluate(
         Path(options.model),

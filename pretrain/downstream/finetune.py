@@ -78,7 +78,18 @@ def _settings(task: Task, options: Any) -> Settings:
         "max_length": options.max_length,
         "doc_stride": options.doc_stride,
     }
-    return replace(task.settings, **{k: v for k, v in changes.items() if v is not None})
+    settings = replace(task.settings, **{k: v for k, v in changes.items() if v is not None})
+    for option, value, low in (
+        ("--epochs", settings.epochs, 0),
+        ("--batch", settings.batch, 0),
+        ("--lr", min(settings.lrs, default=0), 0),
+        ("--doc-stride", settings.doc_stride, 0),
+        ("--max-length", settings.max_length, 7),  # [CLS] a [SEP] b [SEP] and a little text
+        ("--seeds", min(settings.seeds, default=-1), -1),
+    ):
+        if not low < value:
+            raise UserError(f"{option} {value}", f"give numbers above {low}")
+    return settings
 
 
 def _numbers(kind: type) -> Any:

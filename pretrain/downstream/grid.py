@@ -49,7 +49,7 @@ def run_grid(
         model: folder, hub name or `random:FOLDER`.
         layers: "" trains the whole model; last | sum | concat freezes it under a BiLSTM.
     """
-    tokenizer = load_tokenizer(model)
+    tokenizer = load_tokenizer(model, settings.max_length)
     kind = KINDS[task.kind](task, settings, tokenizer)
     kind.learn_labels(splits["train"], f"{task.name} train")
     features = {split: kind.encode(rows, split) for split, rows in splits.items()}

@@ -19,8 +19,13 @@ def split_random(model: str) -> tuple[str, bool]:
     return (model.removeprefix(RANDOM), True) if model.startswith(RANDOM) else (model, False)
 
 
-def load_tokenizer(model: str) -> PreTrainedTokenizerFast:
-    """The fast tokenizer of a model folder or hub name; UserError when absent or of another size."""
+def load_tokenizer(model: str, max_length: int = 0) -> PreTrainedTokenizerFast:
+    """The fast tokenizer of a model folder or hub name.
+
+    Raises:
+        UserError: absent, of another size than the model, or the model has fewer positions than
+            the `max_length` tokens of a row.
+    """
     from transformers import AutoConfig, AutoTokenizer
 
     name, _ = split_random(model)
@@ -36,6 +41,12 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerFast:
         raise UserError(
             f"{name}: the tokenizer has {len(tokenizer)} entries, the model {config.vocab_size}",
             "tokenizer and weights are of different models",
+        )
+    positions = getattr(config, "max_position_embeddings", 0) or max_length
+    if max_length > positions:
+        raise UserError(
+            f"{name}: has {positions} positions, the task's rows up to {max_length} tokens",
+            f"pass --max-length {positions}",
         )
     return cast("PreTrainedTokenizerFast", tokenizer)
 
@@ -76,7 +87,8 @@ def load_for_task(auto_class: Any, model: str, **settings: Any) -> PreTrainedMod
     total = len(loaded.state_dict())
     say(
         f"{name}: {total - len(missing)} of {total} tensors loaded, {len(missing)} new"
-        f" ({', '.join(missing)}), {len(info['unexpected_keys'])} in the file not used by this task"
+        + (f" ({', '.join(missing)})" if missing else "")
+        + f", {len(info['unexpected_keys'])} in the file not used by this task"
     )
     if lost or wrong:
         raise UserError(

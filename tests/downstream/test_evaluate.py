@@ -105,3 +105,9 @@ def test_early_refusals(tmp_path: Path) -> None:
         main(["x", "--blimp", "b", "--sample", "2"])
     with pytest.raises(UserError, match="no such file"):
         main(["x", "--blimp", str(tmp_path / "b")])
+    (tmp_path / "b").touch()
+    with pytest.raises(UserError, match="x: no such folder"):
+        main(["x", "--blimp", str(tmp_path / "b")])
+    for option, value in (("--probability", "1.5"), ("--rows", "-1")):
+        with pytest.raises(UserError, match=f"{option} {value}"):
+            main(["x", "--blimp", "b", f"{option}={value}"])

@@ -278,3 +278,30 @@ def test_early_refusals_of_the_command(tmp_path: Path, tiny_model: Path) -> None
     with pytest.raises(UserError, match="no complete checkpoint"):
         main(["classify", *base[2:], "--model", str(tmp_path)])
     assert not (tmp_path / "out").exists()
+
+
+def test_rows_longer_than_the_models_positions_are_refused_with_the_option(
+    tiny_model: Path,
+) -> None:
+    """SQuAD's default of 384 tokens on a model of 128 positions."""
+    assert load_tokenizer(str(tiny_model), 128)
+    with pytest.raises(UserError) as error:
+        load_tokenizer(str(tiny_model), TASKS["squad"].settings.max_length)
+    assert "128 positions" in str(error.value) and "--max-length 128" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "--epochs=0",
+        "--batch=0",
+        "--lr=-1e-3",
+        "--lr=",
+        "--seeds=",
+        "--max-length=3",
+        "--doc-stride=0",
+    ],
+)
+def test_settings_that_train_nothing_are_named(tmp_path: Path, tiny_model: Path, option) -> None:
+    with pytest.raises(UserError, match=option.split("=")[0]):
+        main(["squad", "--model", str(tiny_model), "--out", str(tmp_path / "o"), option])
