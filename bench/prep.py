@@ -103,9 +103,7 @@ def build(work: Path, folder: Path, workers: int) -> tuple[float, float]:
     with redirect_stdout(io.StringIO()):
         make_vocab(chosen)
         used, start = cpu(), time.perf_counter()
-        executor = make_executor("processes", workers)
-        build_recipe(chosen, list(chosen.shards), executor)
-        executor.close()
+        build_recipe(chosen, list(chosen.shards), make_executor("processes", workers))
     return cpu() - used, time.perf_counter() - start
 
 

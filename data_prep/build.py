@@ -37,8 +37,6 @@ def main(argv: list[str]) -> int | None:
         if isinstance(executor, Mpi):  # the other ranks must not wait for this one
             executor.abort(error)
         raise
-    finally:
-        executor.close()
     if executor.is_lead:
         for folder in folders:
             say(f"made {folder}")

@@ -59,9 +59,6 @@ class Executor:
         """Runs on the lead alone; every rank gets the result."""
         return function()
 
-    def close(self) -> None:
-        """Lets the workers go."""
-
     def _progress(self, sizes: Sequence[int], what: str, unit: str) -> Progress:
         return Progress(max(sum(sizes), 1), what, unit, quiet=not self.is_lead or not sizes)
 
@@ -84,10 +81,11 @@ def describe(item: Any) -> str:
 
 
 class Processes(Executor):
-    """Up to `workers` processes, fed one task at a time; they stay until `close`.
+    """Up to `workers` processes for each list of tasks, fed one task at a time.
 
     They are forked from a server that has no threads (a fork of a process with threads may hang)
-    and has imported what they need while this process still looks at the sources.
+    and has imported what they need while this process still looks at the sources. A new list gets
+    new ones, which takes milliseconds and gives back all memory of the last.
     """
 
     def __init__(self, workers: int) -> None:
@@ -109,14 +107,14 @@ class Processes(Executor):
         count = min(self.workers, len(items))
         if count <= 1:
             return super().map(function, context, items, sizes, what, unit)
-        while len(self._processes) < count:
+        for _ in range(count):
             self._start()
         results: list[Any] = [None] * len(items)
         # Largest first, so that no long task is left alone at the end.
         waiting = sorted(range(len(items)), key=lambda i: (sizes[i], -i))
         busy: dict[Any, int] = {}
         try:
-            for pipe in list(self._processes)[:count]:
+            for pipe in self._processes:
                 pipe.send((function, context))
                 busy[pipe] = waiting.pop()
                 pipe.send(items[busy[pipe]])
@@ -130,13 +128,12 @@ class Processes(Executor):
                         if waiting:
                             busy[pipe] = waiting.pop()
                             pipe.send(items[busy[pipe]])
-                        else:
-                            pipe.send(None)  # the end of this list of tasks
         except BaseException:
             for process in self._processes.values():
                 process.terminate()
-            self.close()
             raise
+        finally:
+            self._close()
         return results
 
     def _start(self) -> None:
@@ -146,7 +143,7 @@ class Processes(Executor):
         theirs.close()
         self._processes[ours] = process
 
-    def close(self) -> None:
+    def _close(self) -> None:
         for pipe in self._processes:
             pipe.close()  # an idle worker ends at once
         for process in self._processes.values():
@@ -178,10 +175,9 @@ def _worker(pipe: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     _end_with_parent()
     try:
+        function, context = pipe.recv()
         while True:
-            function, context = pipe.recv()
-            while (item := pipe.recv()) is not None:
-                pipe.send(_outcome(function, context, item))
+            pipe.send(_outcome(function, context, pipe.recv()))
     except (EOFError, ConnectionError):
         return
 

@@ -231,43 +231,60 @@ def build_part(context: SetContext, task: PartTask) -> dict[str, Any]:
         entry = load_meta(receipt)
         if path.stat().st_size == entry["bytes"] and file_digest(path) == entry["sha256"]:
             return entry
-    low = -(-(task.number << 64) // task.total)
-    high = -(-((task.number + 1) << 64) // task.total)
-    pieces, keys = [], []
-    for group in task.groups:
-        arrays, _ = load_arrays(group.file(context))
-        first = int(np.searchsorted(arrays["keys"], np.uint64(low)))
-        last = len(arrays["keys"])
-        if high < 1 << 64:
-            last = int(np.searchsorted(arrays["keys"], np.uint64(high)))
-        pieces.append(_slice(arrays, first, last))
-        keys.append(arrays["keys"][first:last])
-    order = np.argsort(np.concatenate(keys), kind="stable")
-    rows = concatenate(pieces)
-    del pieces
+    columns = _collect(context, task)
+    order = np.argsort(columns["keys"], kind="stable")
+    rows = Rows(
+        columns["tokens"],
+        offsets_of(columns["lengths"]),
+        columns["segment_b"],
+        columns["next_sentence_label"],
+    )
+    if "masks" in columns:
+        rows.masked_positions = columns["masked_positions"]
+        rows.masked_labels = columns["masked_labels"]
+        rows.masked_offsets = offsets_of(columns["masks"])
     entry = write_part(path, context.layout, context.stamp, rows, order)
     lengths = rows.lengths[order].astype(np.uint16)
     save_arrays(receipt, {"lengths": lengths}, entry)
     return entry
 
 
-def _slice(arrays: dict[str, np.ndarray], first: int, last: int) -> Rows:
-    """Rows first..last of a group's file; views, no copies."""
+def _collect(context: SetContext, task: PartTask) -> dict[str, np.ndarray]:
+    """A part's rows from every group's file, column by column, in the order of the groups.
 
-    def span(counts: np.ndarray) -> tuple[slice, np.ndarray]:
-        begin = int(counts[:first].sum(dtype=np.int64))
-        offsets = offsets_of(counts[first:last])
-        return slice(begin, begin + int(offsets[-1])), offsets
+    One file is mapped at a time, and the columns are allocated once: a worker holds the part and
+    no more.
+    """
+    low = -(-(task.number << 64) // task.total)
+    high = -(-((task.number + 1) << 64) // task.total)
+    spans, kinds = [], {}
+    for group in task.groups:
+        arrays, _ = load_arrays(group.file(context))
+        first = int(np.searchsorted(arrays["keys"], np.uint64(low)))
+        last = len(arrays["keys"])
+        if high < 1 << 64:
+            last = int(np.searchsorted(arrays["keys"], np.uint64(high)))
+        spans.append({name: _span(arrays, name, first, last) for name in arrays})
+        kinds = {name: array.dtype for name, array in arrays.items()}
+    columns = {
+        name: np.empty(sum(s[name].stop - s[name].start for s in spans), kind)
+        for name, kind in kinds.items()
+    }
+    filled = dict.fromkeys(columns, 0)
+    for group, span in zip(task.groups, spans):
+        arrays, _ = load_arrays(group.file(context))
+        for name, column in columns.items():
+            piece = arrays[name][span[name]]
+            column[filled[name] : filled[name] + len(piece)] = piece
+            filled[name] += len(piece)
+    return columns
 
-    where, offsets = span(arrays["lengths"])
-    rows = Rows(
-        arrays["tokens"][where],
-        offsets,
-        arrays["segment_b"][first:last],
-        arrays["next_sentence_label"][first:last],
-    )
-    if "masks" in arrays:
-        where, rows.masked_offsets = span(arrays["masks"])
-        rows.masked_positions = arrays["masked_positions"][where]
-        rows.masked_labels = arrays["masked_labels"][where]
-    return rows
+
+def _span(arrays: dict[str, np.ndarray], name: str, first: int, last: int) -> slice:
+    """Where rows first..last lie in a column: tokens and masks have several entries a row."""
+    counts = {"tokens": "lengths", "masked_positions": "masks", "masked_labels": "masks"}
+    if name not in counts:
+        return slice(first, last)
+    per_row = arrays[counts[name]]
+    begin = int(per_row[:first].sum(dtype=np.int64))
+    return slice(begin, begin + int(per_row[first:last].sum(dtype=np.int64)))
