@@ -353,7 +353,9 @@ def test_a_killed_rank_ends_the_job_and_processes_finish_it(
 
 @needs_mpi
 @pytest.mark.mpi
-def test_a_users_mistake_under_mpi_is_said_once(corpus: Path, repo: Path) -> None:
+def test_a_users_mistake_under_mpi_is_said_once(
+    corpus: Path, repo: Path, expected: dict[str, str]
+) -> None:
     work = vocab(corpus, repo, "mistake")
     arguments = command(corpus, f"work_dir={work}", "prep.executor=mpi", "sources.0.path=nowhere")
     result = mpirun(3, arguments, repo)
