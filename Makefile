@@ -7,7 +7,7 @@ BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed-lambert
 LOCAL = . $(BIN)/activate &&
 
-.PHONY: demo test lint format test-slow test-slurm test-gpu bench-prep bench-loader bench-optimizer bench-step five-minute clean
+.PHONY: demo test lint format test-slow test-slurm test-gpu bench-prep bench-loader bench-optimizer bench-step bench-checkpoint bench-export bench-sentences five-minute clean
 
 demo: $(STAMP)  ## text to a Hugging Face model on two CPU cores
 	$(LOCAL) python -m cluster demo
@@ -25,12 +25,12 @@ test-slow: $(STAMP)  ## minutes each: kill tests, 8 ranks
 	$(LOCAL) python -m pytest -m "slow and not gpu and not slurm"
 
 test-slurm: $(STAMP)  ## a real SLURM of several nodes on this machine (root, apt)
-	$(LOCAL) python -m pytest -m slurm
+	$(LOCAL) python -m pytest -m slurm tests/slurm
 
 test-gpu: $(STAMP)
 	$(LOCAL) python -m pytest -m gpu
 
-bench-prep bench-loader bench-optimizer bench-step: bench-%: $(STAMP)
+bench-prep bench-loader bench-optimizer bench-step bench-checkpoint bench-export bench-sentences: bench-%: $(STAMP)
 	$(LOCAL) python -m bench.$* $(ARGS)
 
 five-minute: $(STAMP)  ## the five-minute BERT and its rival, on one GPU

@@ -22,7 +22,7 @@ RECIPE = "five-minute"
 REPO = Path(__file__).resolve().parent.parent
 SIDES = ("ours", "rival")
 
-# The short tries, with their whole schedule each (bench/results/five-minute.md says what came of
+# The short tries, with their whole schedule each (bench/RESULTS.md says what came of
 # them). They were made before the recipe had its shape, rows and start; `base` and `small` set
 # what they had.
 _THEN = [

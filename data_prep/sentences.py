@@ -3,7 +3,7 @@ the text again.
 
 A scan finds sentence-ending marks before white space (or after them, in scripts without it); each
 is judged by the word before and the character or word after. Chosen over the libraries measured in
-bench/results/sentences.md: the best of them by F1 cut after abbreviations that the rules here know,
+bench/RESULTS.md: the best of them by F1 cut after abbreviations that the rules here know,
 and none takes a list of one's own.
 """
 

@@ -7,7 +7,10 @@ dispatch(
         "train": ("pretrain.train", "train a recipe (goes on from its last checkpoint)"),
         "report": ("pretrain.report", "HTML page with the curves of one run or several"),
         "export": ("pretrain.convert.export", "write a checkpoint as a Hugging Face folder"),
-        "import": ("pretrain.convert.importing", "make a run out of a Hugging Face or Google model"),
+        "import": (
+            "pretrain.convert.importing",
+            "make a run out of a Hugging Face or Google model",
+        ),
         "evaluate": ("pretrain.evaluate", "held-out loss, accuracy, NSP and BLiMP of a model"),
         "finetune": ("pretrain.downstream.finetune", "GLUE, SQuAD, NER, SWAG or your own labels"),
     },

@@ -35,7 +35,7 @@ def deal(lengths: np.ndarray, bins: int) -> np.ndarray:
 
     Longest processing time first (Graham, 1969), a round at a time: the next `bins` rows in
     descending length go to the bins in ascending order of what they hold. That is as even as row
-    by row (bench/results/loader.md) at half the time. All bins get the same number of rows, or one
+    by row (bench/RESULTS.md) at half the time. All bins get the same number of rows, or one
     fewer. Early rounds need no look at the sums: they run forward and back like a snake. Where
     bins are few and small, swaps make them even almost to the token.
     """

@@ -14,7 +14,7 @@ from pretrain.kernels import triton_attention as kernels
 from pretrain.kernels.hashing import HEAD_STRIDE, keep_scale, signed, stream, threshold
 from pretrain.kernels.triton_gradients import collect
 
-# Tile sizes and warps, measured on an H100 with heads of 64 (bench/results/speed.md).
+# Tile sizes and warps, measured on an H100 with heads of 64 (bench/RESULTS.md).
 SHORT = 128
 FORWARD_SHORT: dict[str, Any] = {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2}
 FORWARD_LONG: dict[str, Any] = {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3}

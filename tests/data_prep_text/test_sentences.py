@@ -118,7 +118,7 @@ def test_sentences_rejoin_to_the_text(text: str, language: str) -> None:
 
 
 def test_gold_treebanks(real_data) -> None:
-    """Well above what the common splitters reach on the same text (bench/results/sentences.md)."""
+    """Well above what the common splitters reach on the same text (bench/RESULTS.md)."""
     from bench.sentences import gold, scores
 
     splitter = Splitter()
