@@ -113,7 +113,7 @@ def main() -> None:
     parent, workers = build.pid, [p for p in peaks if p != build.pid and peaks[p] > 60 << 20]
     result = {
         "corpus_gb": round(size / 1e9, 3),
-        "workers": len(workers),
+        "workers": arguments.workers,
         "worker_peak_gib": round(max((peaks[p] for p in workers), default=0) / GIB, 3),
         "worker_anonymous_gib": round(max((anonymous[p] for p in workers), default=0) / GIB, 3),
         "parent_peak_gib": round(peaks[parent] / GIB, 3),
