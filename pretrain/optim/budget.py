@@ -49,8 +49,6 @@ class TimeBudget:
 def check_budget(recipe: Recipe) -> None:
     """Raises UserError for a budget that cannot be kept."""
     minutes = recipe.train.max_minutes
-    if minutes < 0:
-        raise UserError(f"train.max_minutes={minutes:g}", "minutes of training; 0 = no limit")
     if minutes and len(recipe.phases) != 1:
         raise UserError(
             f"train.max_minutes={minutes:g} with {len(recipe.phases)} phases",
