@@ -17,7 +17,7 @@ from configs.console import say
 from configs.errors import UserError
 from configs.loading import to_dict
 from data_prep.shards import HELD_OUT, held_out
-from pretrain.checkpoint.folder import Damaged, checkpoints, resolve
+from pretrain.checkpoint.folder import Damaged, checkpoints, resolve, set_aside
 from pretrain.checkpoint.reader import Reader, load_shard
 from pretrain.checkpoint.writer import Writer
 from pretrain.checks import Plan
@@ -242,6 +242,10 @@ def _resume(plan: Plan, engine: Engine) -> tuple[int, dict[str, Any]]:
             raise UserError(f"checkpoint.init_from: {error}", "name another checkpoint")
         if plan.rank == 0:
             say(f"weights from {folder}")
+    # Only now: the weights may have come from there, and every rank has them.
+    aside = set_aside(plan.train_dir) if plan.rank == 0 and not recipe.checkpoint.resume else None
+    if aside:
+        say(f"starts anew: the earlier checkpoints are in {aside}")
     return 0, {}
 
 

@@ -110,6 +110,29 @@ def read_meta(folder: str | Path) -> dict[str, Any]:
     return meta
 
 
+def check_sizes(folder: Path, meta: dict[str, Any]) -> None:
+    """Raises Damaged for a file of the checkpoint that is missing or was cut."""
+    for name, part in meta["files"].items():
+        path = folder / name
+        if not path.is_file():
+            raise Damaged(f"{path} is missing")
+        if path.stat().st_size != part["bytes"]:
+            raise Damaged(f"{path} has {path.stat().st_size} bytes instead of {part['bytes']}")
+
+
+def set_aside(train_dir: Path) -> Path | None:
+    """Moves the checkpoints of an earlier training out of the way of a new one, which would lose
+    its own first ones to their higher numbers; returns where they are now, None without any."""
+    root = train_dir / "checkpoints"
+    if not checkpoints(train_dir):
+        return None
+    number = 1
+    while (aside := root.with_name(f"checkpoints-before-{number}")).exists():
+        number += 1
+    root.rename(aside)
+    return aside
+
+
 def sync_folder(folder: Path) -> None:
     handle = os.open(folder, os.O_RDONLY)
     try:

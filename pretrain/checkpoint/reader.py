@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pretrain.checkpoint.boxes import boxes_of, overlap
-from pretrain.checkpoint.folder import Damaged, missing_kinds, read_meta
+from pretrain.checkpoint.folder import Damaged, check_sizes, missing_kinds, read_meta
 from pretrain.parallel.slices import Shard
 
 
@@ -27,15 +27,12 @@ class Reader:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.meta = read_meta(self.folder)
+        check_sizes(self.folder, self.meta)
         self._stack = ExitStack()
         self._checked: dict[str, Tensor] = {}
         self._index: dict[str, list[tuple[tuple[int, ...], Any, str, int]]] = {}
         for name, part in self.meta["files"].items():
             path = self.folder / name
-            if not path.is_file():
-                raise Damaged(f"{path} is missing")
-            if path.stat().st_size != part["bytes"]:
-                raise Damaged(f"{path} has {path.stat().st_size} bytes instead of {part['bytes']}")
             try:
                 file = self._stack.enter_context(safe_open(path, "pt"))
             except (SafetensorError, OSError) as error:

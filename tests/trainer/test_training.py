@@ -174,6 +174,20 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(whole, tmp_pat
     assert losses(run) == losses(whole)
 
 
+def test_starting_anew_keeps_its_own_checkpoints_and_sets_the_earlier_ones_aside(whole, tmp_path):
+    """Their higher numbers would have pruned the new ones, and the next start gone on from them."""
+    run = fresh(whole, tmp_path / "run")
+    shutil.copytree(whole / "train", run / "train")
+    assert train(run, "checkpoint.resume=false", "train.stop_at=7") == [0], output(run)
+    assert [step for step, _ in checkpoints(run / "train")] == [5, 7]
+    aside = run / "train" / "checkpoints-before-1"
+    assert f"the earlier checkpoints are in {aside}" in output(run)
+    assert (aside / "step-00000036" / "checkpoint.json").is_file()
+    assert train(run, "train.stop_at=8") == [0], output(run)
+    assert "goes on from update 7" in output(run)
+    assert losses(run) == {k: v for k, v in losses(whole).items() if k <= 8}
+
+
 def test_b33_nan_for_three_updates_in_fp16_recovers(whole, tmp_path):
     run = fresh(whole, tmp_path / "run")
     options = ("train.precision=fp16", "train.stop_at=24")
