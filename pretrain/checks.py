@@ -16,12 +16,21 @@ from configs.memory import GIB, largest_micro_batch, training_bytes
 from configs.model import ModelConfig, padded_vocab, parameter_count, resolve_model
 from configs.schema import Recipe
 from data_prep.shards import Shards, open_shards
-from pretrain.checkpoint.folder import KINDS, Damaged, checkpoints, missing_kinds, read_meta
+from pretrain.checkpoint.folder import (
+    KINDS,
+    Damaged,
+    check_sizes,
+    checkpoints,
+    missing_kinds,
+    read_meta,
+)
+from pretrain.data.packing import SMALLEST, round_up
 from pretrain.guard import StopSignals
 from pretrain.objectives.masking import check_masking
 from pretrain.optim.budget import check_budget
 from pretrain.optim.choice import check_implementation
 from pretrain.optim.schedule import check_schedule
+from pretrain.same_tokenizer import check_run_tokenizer
 
 CPU_MICRO_BATCH = 8192
 
@@ -183,6 +192,8 @@ def _open_all(recipe: Recipe) -> dict[str, Shards]:
     vocab = Path(recipe.work_dir) / "vocab" / "tokenizer.json"
     if not vocab.is_file():
         raise UserError(f"{vocab} is missing", "make it: python -m data_prep vocab RECIPE")
+    for s in opened.values():
+        check_run_tokenizer(vocab, s.folder)
     return opened
 
 
@@ -223,7 +234,7 @@ def _check_model(recipe: Recipe, first: Shards, shards: Mapping[str, Shards]) ->
 def _check_batches(recipe: Recipe, plan: Plan) -> None:
     tokens = recipe.parallel.micro_batch_tokens
     for number, phase in enumerate(recipe.phases):
-        longest = plan.shards[phase.shards].max_length
+        longest = round_up(plan.shards[phase.shards].max_length, SMALLEST)
         if phase.global_batch < plan.dp:
             raise UserError(
                 f"phases.{number}.global_batch={phase.global_batch} rows cannot be shared out over "
@@ -232,8 +243,8 @@ def _check_batches(recipe: Recipe, plan: Plan) -> None:
             )
         if tokens and tokens < longest:
             raise UserError(
-                f"parallel.micro_batch_tokens={tokens} is below the {longest} tokens of a row of "
-                f"shards.{phase.shards}",
+                f"parallel.micro_batch_tokens={tokens} is below the {longest} tokens (a multiple "
+                f"of {SMALLEST}) that the longest row of shards.{phase.shards} takes",
                 f"use at least {longest}, or 0 for the largest that fits",
             )
 
@@ -248,12 +259,16 @@ def _check_checkpoint(recipe: Recipe, plan: Plan) -> None:
                 read_meta(resolve(recipe.checkpoint.init_from)), plan, "checkpoint.init_from"
             )
         return
-    step, folder = found[-1]
-    try:
-        meta = read_meta(folder)
-    except Damaged:
-        return  # the trainer falls back to an older one and says so
-    plan.newest = step
+    for step, folder in reversed(found):
+        try:
+            meta = read_meta(folder)
+            check_sizes(folder, meta)
+        except Damaged:
+            continue  # the trainer falls back likewise and says so
+        plan.newest = step
+        break
+    else:
+        return
     _check_meta(meta, plan, str(folder))
     absent = missing_kinds(meta, KINDS)
     if absent and step > 0:

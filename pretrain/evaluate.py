@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from configs import UserError, say
 from configs.schema import MaskingConfig
+from pretrain.same_tokenizer import vocabulary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -107,23 +108,16 @@ def evaluate(
 
 def check_tokenizer(folder: Path, held_out: Shards) -> None:
     """Same word pieces, same ids: else the scores would be of noise. UserError otherwise."""
-    ours = _vocabulary(folder / "tokenizer.json")
-    theirs = _vocabulary(held_out.folder / "tokenizer.json")
+    file = held_out.folder / "tokenizer.json"
+    if not file.is_file():
+        file = held_out.folder.parent / file.name  # held-out/ lies inside its set
+    ours, theirs = vocabulary(folder / "tokenizer.json"), vocabulary(file)
     if ours != theirs:
         raise UserError(
             f"{held_out.folder}: made with another tokenizer ({len(theirs)} entries) than"
             f" {folder} ({len(ours)} entries)",
             "score on shards built with the model's own vocabulary",
         )
-
-
-def _vocabulary(file: Path) -> Any:
-    if not file.is_file():
-        file = file.parent.parent / file.name  # held-out/ lies inside its set
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))["model"]["vocab"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{file}: no readable tokenizer ({error!r})", "restore it") from None
 
 
 def _held_out_scores(

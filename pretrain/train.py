@@ -6,11 +6,14 @@ import fcntl
 import os
 import sys
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from configs.console import say
 from configs.errors import UserError
 from configs.loading import load_recipe
+
+if TYPE_CHECKING:
+    from pretrain.checks import Plan
 
 HELP = """usage: python -m pretrain train RECIPE [key=value ...]
 
@@ -48,9 +51,7 @@ def main(argv: list[str]) -> int:
     if plan.finished:
         if plan.rank == 0:
             folder = Path(recipe.work_dir) / "train" / "checkpoints" / f"step-{plan.newest:08d}"
-            say(
-                f"nothing to do: {plan.newest} of {plan.end} updates are done; checkpoint: {folder}"
-            )
+            say(f"nothing to do: {_done(plan)}; checkpoint: {folder}")
         return 0
     os.environ.update(env)
     # Threads that wait must not spin: on a shared CPU that made updates four times slower.
@@ -62,6 +63,13 @@ def main(argv: list[str]) -> int:
     finally:
         if lock is not None:
             lock.close()
+
+
+def _done(plan: Plan) -> str:
+    if plan.newest == plan.end:
+        return f"{plan.newest} of {plan.end} updates are done"
+    asked = "train.stop_at" if plan.end < plan.total else "the phases' steps together"
+    return f"{plan.newest} updates are done already, {asked} is {plan.end}"
 
 
 def _lock(folder: Path) -> TextIO:

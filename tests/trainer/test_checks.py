@@ -18,6 +18,8 @@ from configs.schema import ModelConfig, ParallelConfig
 from pretrain import checks
 from pretrain.checkpoint import latest, save_logical
 from pretrain.checkpoint.folder import INDEX, folder_of, read_meta, write_json
+from pretrain.train import main
+from tests.synthetic import make_shards
 from tests.trainer.launch import REPO
 from tests.trainer.runs import environment, fresh, make_run
 
@@ -51,7 +53,7 @@ REFUSED = [
     (["phases.1.steps=0"], 1, r"phases.1.steps=0"),
     (["phases.0.schedule.kind=step"], 1, r"phases.0.schedule.kind=step is not known"),
     (["phases.0.schedule.warmup=100"], 1, r"warmup=100 does not fit into 24 steps"),
-    (["parallel.micro_batch_tokens=47"], 1, r"micro_batch_tokens=47 is below the 48 tokens"),
+    (["parallel.micro_batch_tokens=47"], 1, r"micro_batch_tokens=47 is below the 48 tokens \(a multiple of 16\)"),
     (["train.precision=fp16"], 1, r"train.precision=fp16 needs a GPU"),
     (["train.precision=int8"], 1, r"train.precision=int8 is not known"),
     (["model.vocab_size=100"], 1, r"model.vocab_size=100 is below the tokenizer's 203"),
@@ -108,6 +110,16 @@ def test_shards_of_two_tokenizers_are_not_mixed(run, tmp_path):
     assert local.model.vocab_size == 207
 
 
+def test_a_row_takes_whole_steps_of_the_packer(run):
+    """Refused here, or every rank would refuse it after its imports."""
+    shutil.copytree((run / "shards").resolve(), run / "sets")
+    make_shards(run / "sets" / "len32", rows=50, max_length=41, vocab_size=203)
+    sets = f"train.shards_dir={run / 'sets'}"
+    with pytest.raises(UserError, match="micro_batch_tokens=47 is below the 48 tokens"):
+        plan(run, sets, "parallel.micro_batch_tokens=47")
+    plan(run, sets, "parallel.micro_batch_tokens=48")
+
+
 def checkpoint(run, step=5, **changes):
     found = plan(run)
     meta = {
@@ -161,6 +173,50 @@ def test_stop_at_below_the_checkpoint_has_nothing_to_do(run):
     checkpoint(run)
     assert plan(run, "train.stop_at=5").finished
     assert not plan(run, "train.stop_at=6").finished
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("train.stop_at=5", "nothing to do: 5 of 5 updates are done; checkpoint: "),
+        ("train.stop_at=1", "nothing to do: 5 updates are done already, train.stop_at is 1;"),
+    ],
+)
+def test_what_is_done_is_said(run, override, said, capsys):
+    checkpoint(run)
+    assert main([str(run / "recipe.yaml"), override]) == 0
+    assert said in capsys.readouterr().out
+
+
+def test_a_cut_newest_checkpoint_is_no_end(run):
+    """Its index alone says that all is done; the weights are not there."""
+    checkpoint(run, 4)
+    folder = checkpoint(run, 5)
+    assert plan(run, "train.stop_at=5").finished
+    file = next(folder.glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-1])
+    found = plan(run, "train.stop_at=5")
+    assert (found.finished, found.newest) == (False, 4)
+
+
+def test_another_tokenizer_than_the_shards_is_refused(run, base, tmp_path):
+    """The exported model would be given it, after days of training."""
+    (run / "shards").unlink()
+    shutil.copytree(base / "shards", run / "shards")
+    (run / "vocab").unlink()
+    (run / "vocab").mkdir()
+    ours, kept = run / "vocab" / "tokenizer.json", run / "shards" / "len48" / "tokenizer.json"
+    kept.write_text('{"model": {"vocab": {"[PAD]": 0, "word": 1}}}')
+    ours.write_text('{"version": "1.0", "model": {"vocab": {"[PAD]": 0, "word": 1}}}')
+    plan(run)  # written another way, and the same
+    for text, message in (
+        ("garbage", "no readable tokenizer"),
+        ('{"model": {"vocab": {"[PAD]": 0, "other": 1}}}', "is not the tokenizer that .*len48"),
+    ):
+        ours.write_text(text)
+        with pytest.raises(UserError, match=message) as caught:
+            plan(run)
+        assert caught.value.remedy.startswith("put the right one back: cp ")
 
 
 def test_a_damaged_index_is_left_to_the_trainer(run):
