@@ -59,8 +59,10 @@ def slots_of(nodes: str, slots: int, environ: dict[str, str]) -> dict[str, int]:
     """Node -> processes, in the order of the list.
 
     Raises:
-        UserError: no list and no allocation, a broken list, no count anywhere.
+        UserError: no list and no allocation, a broken list, no count anywhere, one below 0.
     """
+    if slots < 0:
+        raise UserError(f"--slots {slots}", "give the number of processes on a node")
     if nodes:
         return dict.fromkeys(expand(nodes), slots or 1)
     if "SLURM_JOB_NODELIST" not in environ:

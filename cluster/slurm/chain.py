@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from configs import UserError
+from configs.model import parameter_count, resolve_model
 from configs.schema import Profile, Recipe
 
 STARTERS = ("srun", "torchrun", "deepspeed")
@@ -123,8 +124,6 @@ def build_chain(recipe: Recipe, recipe_file: Path, profile: Profile) -> list[Job
 
 def checkpoint_bytes(recipe: Recipe) -> int:
     """One checkpoint: fp32 master and two moments for each parameter (vocabulary as configured)."""
-    from configs.model import parameter_count, resolve_model
-
     return 12 * parameter_count(resolve_model(recipe.model, recipe.vocab.size))
 
 
@@ -186,9 +185,48 @@ def _check(recipe: Recipe, profile: Profile, per_node: int, world: int) -> None:
             f"parallel.tp={tp} is larger than the {per_node} processes of a node",
             "keep tp within a node: its collectives run in every layer",
         )
+    _check_recipe(recipe, world)
     names = [phase.name for phase in recipe.phases]
     if len(set(names)) < len(names) or any(shlex.quote(n) != n or "/" in n for n in names):
         raise UserError(
             f"phases are called {', '.join(names)}",
             "give each a name of its own, letters and digits",
         )
+
+
+def _check_recipe(recipe: Recipe, world: int) -> None:
+    """What the training would refuse after a day of queueing and the data preparation."""
+    parallel = recipe.parallel
+    if not recipe.checkpoint.resume:
+        raise UserError(
+            "checkpoint.resume=false: a requeued job and the next phase's would start anew",
+            "leave it true, and give a new training a work_dir of its own",
+        )
+    if parallel.zero_stage not in (0, 1, 2):
+        raise UserError(f"parallel.zero_stage={parallel.zero_stage}", "use 0, 1 or 2")
+    model = resolve_model(recipe.model, recipe.vocab.size)
+    for key, value in (
+        ("num_heads", model.num_heads),
+        ("intermediate_size", model.intermediate_size),
+    ):
+        if value % parallel.tp:
+            raise UserError(
+                f"model.{key}={value} is not divisible by parallel.tp={parallel.tp}",
+                f"tp must divide {value}",
+            )
+    dp = world // parallel.tp
+    for number, phase in enumerate(recipe.phases):
+        if phase.global_batch < dp:
+            raise UserError(
+                f"phases.{number}.global_batch={phase.global_batch} rows cannot be shared out over "
+                f"{dp} data-parallel processes",
+                f"use at least {dp} rows, or fewer processes",
+            )
+        sets = recipe.shards
+        longest = sets[phase.shards].max_length if phase.shards in sets else 0
+        if 0 < parallel.micro_batch_tokens < longest:
+            raise UserError(
+                f"parallel.micro_batch_tokens={parallel.micro_batch_tokens} is below the {longest} "
+                f"tokens of a row of shards.{phase.shards}",
+                f"use at least {longest}, or 0 for the largest that fits",
+            )

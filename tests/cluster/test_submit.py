@@ -102,6 +102,15 @@ def test_starters_run_once_a_node(capsys, recipe, profile, starter):
         ("nodes: 1", ["parallel.tq=2"], "known here: tp"),
         ("nodes: 1", ["phases.1.name=one"], "one, one"),
         ("{nodes: 1, time_limit: '2', signal_lead_s: 180}", [], "signal_lead_s=180"),
+        ("nodes: 1", ["checkpoint.resume=false"], "the next phase's would start anew"),
+        ("nodes: 1", ["parallel.zero_stage=3"], "zero_stage=3"),
+        ("tasks_per_node: 4", ["parallel.tp=4"], "num_heads=2 is not divisible by parallel.tp=4"),
+        ("tasks_per_node: 8", ["phases.1.global_batch=7"], "over 8 data-parallel"),
+        (
+            "nodes: 1",
+            ["shards.len128.max_length=128", "parallel.micro_batch_tokens=127"],
+            "micro_batch_tokens=127 is below the 128 tokens",
+        ),
     ],
 )
 def test_bad_input_is_named_before_anything_is_queued(recipe, profile, site, arguments, named):
@@ -143,6 +152,11 @@ def test_gres_forms():
     assert count_gpus("gpu:h100:8(S:0-1),nvme:2") == 8
     assert count_gpus("gpu:a100:4,gpu:t4:2") == 6
     assert count_gpus("(null)") == 0
+
+
+def test_slots_are_a_number_of_processes():
+    with pytest.raises(UserError, match="--slots -3"):
+        hostfile.main(["--nodes", "gpu[1-2]", "--slots", "-3"])
 
 
 def test_hostfile_of_an_allocation(monkeypatch, capsys, tmp_path):
