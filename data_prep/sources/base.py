@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -129,7 +130,7 @@ def find_files(config: SourceConfig, suffixes: Sequence[str], looks_like: str) -
         raise UserError(f"{where}: no path", "set sources.N.path to a file, folder or glob")
     path = Path(config.path).expanduser()
     if path.is_dir():
-        found = sorted(p for p in path.rglob("*") if p.is_file() and not p.name.startswith("."))
+        found = sorted(_files_below(path))
         wanted = [p for p in found if p.name.lower().endswith(tuple(suffixes))]
         if found and not wanted:
             raise UserError(
@@ -146,9 +147,31 @@ def find_files(config: SourceConfig, suffixes: Sequence[str], looks_like: str) -
             f"{config.kind} reads {looks_like}; paths are relative to the folder you start from",
         )
     for file in wanted:
+        if not file.exists():
+            raise UserError(
+                f"{where}: {file} is a link to a file that is not there",
+                "mend or remove the link",
+            )
         if file.stat().st_size == 0:
             raise UserError(f"{where}: {file} is an empty file", "download it again or remove it")
     return wanted
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    """Files of a folder and the folders in it, through links (once, should a link lead back);
+    links to nothing too, so that no part of a corpus goes missing in silence."""
+    seen = set()
+    for here, below, names in os.walk(folder, followlinks=True):
+        real = os.path.realpath(here)
+        if real in seen:
+            below.clear()
+            continue
+        seen.add(real)
+        below.sort()
+        for name in names:
+            file = Path(here, name)
+            if not name.startswith(".") and (file.is_file() or file.is_symlink()):
+                yield file
 
 
 def group_files(files: Iterable[Path], expansion: int = 3) -> list[tuple[list[Piece], int]]:

@@ -69,11 +69,15 @@ class ExtractedSource(Source):
                     dropped["empty page"] += 1
 
     def _blocks(self, piece: Piece) -> Iterator[tuple[str, str, str]]:
-        for block in blocks_between(chunks_of(piece), b"<doc ", b"</doc>"):
-            head, _, text = decode(block).partition("\n")
-            head = head.strip().removesuffix(">")
-            values = dict(_ATTRIBUTE.findall(head))
-            yield values.get("id", ""), html.unescape(values.get("title", "")), html.unescape(text)
+        try:
+            for block in blocks_between(chunks_of(piece), b"<doc ", b"</doc>"):
+                head, _, text = decode(block).partition("\n")
+                head = head.strip().removesuffix(">")
+                values = dict(_ATTRIBUTE.findall(head))
+                title = html.unescape(values.get("title", ""))
+                yield values.get("id", ""), title, html.unescape(text)
+        except EOFError as error:
+            raise UserError(f"{piece.path}: {error}", "it is cut off: get it again") from None
 
     def _json_lines(self, piece: Piece) -> Iterator[tuple[str, str, str]]:
         for line, own in lines_of(chunks_of(piece), piece.start == 0):

@@ -27,7 +27,7 @@ from data_prep.sources.base import (
 from data_prep.sources.books import book_documents
 from data_prep.sources.hub_files import SUFFIXES, resolve
 from data_prep.sources.prose import paragraphs_of
-from data_prep.sources.streams import can_cut, chunks_of, decode, lines_of, open_raw, reading
+from data_prep.sources.streams import can_cut, decode, lines_of, open_raw, reading, text_chunks
 from data_prep.sources.text import windows
 
 ROWS = 8192  # read at a time
@@ -110,7 +110,7 @@ class HubSource(Source):
                         yield from _strings(batch.column(batch.schema.get_field_index(column)))
         else:
             as_json = ".json" in Path(piece.path).name
-            for line, own in lines_of(chunks_of(piece), piece.start == 0):
+            for line, own in lines_of(text_chunks(piece), piece.start == 0):
                 if not own:
                     return
                 text = decode(line).strip()

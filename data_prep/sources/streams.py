@@ -8,11 +8,13 @@ ended have own=False and serve only to finish the last record.
 from __future__ import annotations
 
 import bz2
+import codecs
 import gzip
 import lzma
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -83,6 +85,35 @@ def chunks_of(piece: Piece) -> Chunks:
                 yield from BlockReader(file).read(piece.start, piece.end)
         else:
             yield from _plain(piece)
+
+
+def text_chunks(piece: Piece) -> Chunks:
+    """chunks_of a file of lines, as UTF-8 where a byte order mark says UTF-16: its line ends are
+    two bytes.
+
+    Raises:
+        UserError: such a file is so large that it is read in byte ranges, which UTF-16 has not.
+    """
+    chunks = chunks_of(piece)
+    first = next(chunks, None) if piece.start == 0 else None
+    if first is not None:
+        chunks = chain([first], chunks)
+        if first[0].startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            if 0 <= piece.end < Path(piece.path).stat().st_size:
+                raise UserError(
+                    f"{piece.path}: a large text in UTF-16",
+                    "convert it first: iconv -f UTF-16 -t UTF-8 FILE > NEW",
+                )
+            return to_utf8(chunks, "utf-16")
+    return chunks
+
+
+def to_utf8(chunks: Chunks, encoding: str) -> Chunks:
+    """Chunks of a whole file in another encoding."""
+    decoder = codecs.getincrementaldecoder(encoding)("replace")
+    for chunk, own in chunks:
+        yield decoder.decode(chunk).encode("utf-8"), own
+    yield decoder.decode(b"", True).encode("utf-8"), True
 
 
 def can_cut(path: str | Path) -> bool:

@@ -16,7 +16,7 @@ from data_prep.sources.base import (
     cut_bytes,
     group_files,
 )
-from data_prep.sources.streams import can_cut, chunks_of, decode, lines_of
+from data_prep.sources.streams import can_cut, decode, lines_of, text_chunks
 
 TEXT_SUFFIXES = tuple(
     ending + packed for ending in (".txt", ".text") for packed in ("", ".gz", ".zst", ".bz2", ".xz")
@@ -47,7 +47,7 @@ def groups_of_lines(piece: Piece) -> Iterator[list[str]]:
     """Lines between blank lines; a group belongs to the piece that owns the blank line before it."""
     lines: list[str] = []
     ours = piece.start == 0
-    for raw, own in lines_of(chunks_of(piece), piece.start == 0):
+    for raw, own in lines_of(text_chunks(piece), piece.start == 0):
         text = _line(raw)
         if text:
             if ours:
@@ -104,8 +104,8 @@ class SentencesSource(LineSource):
             if self.config.document in ("window", "rows"):
                 yield from windows(groups, self.config.window_sentences, True, name)
                 continue
-            for number, lines in enumerate(groups):
-                yield Document(f"{name}#{number}", lines, presplit=True)
+            for number, lines in enumerate(groups):  # no `#`: the next does not go on with this
+                yield Document(f"{name}/{number}", lines, presplit=True)
 
 
 class TextSource(LineSource):

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from configs.errors import UserError
 from configs.schema import SourceConfig
 from data_prep.sources.base import Document, Piece, Range, Source, cut_bytes
-from data_prep.sources.streams import CHUNK, Chunks, blocks_between, can_cut, chunks_of
+from data_prep.sources.streams import CHUNK, blocks_between, can_cut, chunks_of, to_utf8
 from data_prep.sources.text import windows
 from data_prep.wikitext import Cleaner, unescape_xml
 
@@ -61,7 +61,7 @@ class WikipediaSource(Source):
             cleaner, encoding = self._header(piece.path)
             chunks = chunks_of(piece)
             if encoding != "utf-8":
-                chunks = _to_utf8(chunks, encoding)
+                chunks = to_utf8(chunks, encoding)
             try:
                 for page in blocks_between(chunks, b"<page>", b"</page>"):
                     document = self._article(page, cleaner, dropped)
@@ -137,10 +137,3 @@ def _head(path: str) -> tuple[str, str]:
         encoding = "utf-16-be"
     head = raw[: 256 << 10].decode(encoding, "ignore")
     return head, encoding
-
-
-def _to_utf8(chunks: Chunks, encoding: str) -> Chunks:
-    decoder = codecs.getincrementaldecoder(encoding)("replace")
-    for chunk, own in chunks:
-        yield decoder.decode(chunk).encode("utf-8"), own
-    yield decoder.decode(b"", True).encode("utf-8"), True

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from configs import UserError
 from configs.schema import SourceConfig
+from data_prep.documents import family
 from data_prep.sources import Document, open_source, text
 from data_prep.sources.base import Piece
 from data_prep.sources.books import chapters, strip_gutenberg
@@ -62,6 +63,44 @@ def test_blank_lines_part_documents(tmp_path) -> None:
     assert len({d.id for d in documents}) == 3
     windowed, _ = read("sentences", tmp_path / "a.txt", document="window", window_sentences=2)
     assert [d.paragraphs for d in windowed] == [["a one", "a two"], ["b one", "c one"], ["c two"]]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be"])
+def test_lines_of_utf_16(tmp_path, monkeypatch, encoding) -> None:
+    words = (
+        "\ufeff" * (encoding != "utf-16") + "ein Wört\nਊ ok\n\nzwei\r\n"
+    )  # U+0A0A: two bytes of LF
+    (tmp_path / "a.txt").write_bytes(words.encode(encoding))
+    documents, _ = read("sentences", tmp_path / "a.txt")
+    assert [d.paragraphs for d in documents] == [["ein Wört", "ਊ ok"], ["zwei"]]
+    documents, _ = read("text", tmp_path / "a.txt")
+    assert [d.paragraphs for d in documents] == [["ein Wört ਊ ok", "zwei"]]
+    documents, _ = read("hub", tmp_path / "a.txt", document="rows")
+    assert [d.paragraphs for d in documents] == [["ein Wört", "ਊ ok", "zwei"]]
+    monkeypatch.setattr(text, "RANGE_BYTES", 10)
+    with pytest.raises(UserError, match=r"a\.txt: a large text in UTF-16"):
+        read("sentences", tmp_path / "a.txt")
+
+
+def test_a_document_of_a_file_of_lines_does_not_go_on_in_the_next(tmp_path) -> None:
+    (tmp_path / "a.txt").write_text("one\ntwo\n\nthree\nfour\n")
+    apart, _ = read("sentences", tmp_path / "a.txt")
+    cut, _ = read("sentences", tmp_path / "a.txt", document="window", window_sentences=2)
+    assert [len({family(d.id) for d in found}) for found in (apart, cut)] == [2, 1]
+
+
+def test_links_are_followed_and_broken_ones_named(tmp_path) -> None:
+    folder, other = tmp_path / "in", tmp_path / "other"
+    folder.mkdir(), other.mkdir()
+    (folder / "a.txt").write_text("A.\n")
+    (other / "z.txt").write_text("Z.\n")
+    (folder / "part").symlink_to(other)
+    (other / "back").symlink_to(folder)  # a link in a circle is gone through once
+    documents, _ = read("text", folder)
+    assert [d.paragraphs for d in documents] == [["A."], ["Z."]]
+    (folder / "b.txt").symlink_to(tmp_path / "gone.txt")
+    with pytest.raises(UserError, match=r"b\.txt is a link to a file that is not there"):
+        read("text", folder)
 
 
 @settings(max_examples=150, deadline=None)
@@ -259,6 +298,12 @@ def test_extracted_articles_of_both_forms(tmp_path) -> None:
     (tmp_path / "other").write_text("nothing of the kind")
     with pytest.raises(UserError, match=r"other: neither"):
         read("extracted", tmp_path / "other")
+
+
+def test_extracted_articles_cut_off_are_named(tmp_path) -> None:
+    (tmp_path / "wiki_00").write_text('<doc id="1" title="T">\nT\n\nOne. Two.\n</doc>\n<doc id="2')
+    with pytest.raises(UserError, match="wiki_00: it ends inside <doc"):
+        read("extracted", tmp_path)
 
 
 def test_real_extracted_articles(real_data) -> None:
