@@ -267,7 +267,10 @@ def _from_json(path: Path, config: VocabConfig) -> Built:
     try:
         backend = Backend.from_file(str(path))
     except Exception as error:
-        raise UserError(f"{path}: not a tokenizer.json ({error})", "it may be cut off") from None
+        remedy = "it may be cut off: get it again"
+        if not config.kind and path.parent.name == "vocab":  # work_dir's, not somebody's file
+            remedy = f"delete {path.parent} and run `python -m data_prep vocab RECIPE` again"
+        raise UserError(f"{path}: not a tokenizer.json ({error})", remedy) from None
     side: dict[str, object] = {}
     if (path.parent / "tokenizer_config.json").is_file():
         side = json.loads((path.parent / "tokenizer_config.json").read_text(encoding="utf-8"))

@@ -71,6 +71,12 @@ def make_vocab(recipe: Recipe) -> Path:
         return folder
     if not recipe.vocab.file:
         tokenizer = train(recipe.vocab, sample_text(recipe, sources, ranges))
+        if tokenizer.vocab_size < recipe.vocab.size:
+            say(
+                f"warning: the text gave {tokenizer.vocab_size:,} tokens, fewer than"
+                f" vocab.size={recipe.vocab.size:,}: more text, a larger sample_mb or a smaller"
+                " min_frequency would give more"
+            )
     remove(folder)
     folder.mkdir(parents=True)
     tokenizer.save(folder)

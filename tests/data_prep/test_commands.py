@@ -130,6 +130,21 @@ def test_vocab_is_made_once_and_refused_when_stale(
         vocab.main([recipe, *trained])
 
 
+def test_a_small_or_damaged_vocabulary_says_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = str(recipe_file(tmp_path, write_texts(tmp_path / "text", files=5)))
+    trained = ["vocab.file=''", "vocab.size=20000"]
+    vocab.main([recipe, *trained])
+    printed = capsys.readouterr()
+    assert re.search(r"the text gave \d+ tokens, fewer than vocab\.size=20,000", printed.out)
+    made = tmp_path / "run" / "vocab" / "tokenizer.json"
+    made.write_bytes(made.read_bytes()[:1000])
+    with pytest.raises(UserError, match="not a tokenizer.json") as caught:
+        vocab.main([recipe, *trained])
+    assert f"delete {made.parent} and run `python -m data_prep vocab" in str(caught.value)
+
+
 def test_vocab_sample_is_spread_over_all_units(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
