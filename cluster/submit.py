@@ -51,12 +51,18 @@ def main(argv: list[str]) -> int | None:
         return None
     client.check_site(profile)
     _refuse_queued(folder)
-    todo = [job for job in jobs if not _is_done(folder, job)]
+    todo = unfinished(folder, jobs)
     _write(folder, recipe, scripts)
     for job in todo:
         client.test_only(folder / f"{job.name}.sbatch")
     _queue(folder, jobs, todo, recipe, profile, argv)
     return None
+
+
+def unfinished(folder: Path, jobs: list[Job]) -> list[Job]:
+    """The first job that is not finished and all after it, whose input it makes anew."""
+    done = next((n for n, job in enumerate(jobs) if not _is_done(folder, job)), len(jobs))
+    return jobs[done:]
 
 
 def _is_done(folder: Path, job: Job) -> bool:

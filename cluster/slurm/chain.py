@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from configs import UserError
+from configs.loading import to_dict
 from configs.model import parameter_count, resolve_model
 from configs.schema import Profile, Recipe
 
@@ -35,6 +38,7 @@ class Job:
     steps: list[Step]
     trains: bool = False
     stage: list[tuple[str, str]] = field(default_factory=list)  # shard folder -> node-local copy
+    depends_on: str = ""  # digest of what its result follows from besides the commands
 
     @property
     def tasks(self) -> int:
@@ -73,6 +77,7 @@ def build_chain(recipe: Recipe, recipe_file: Path, profile: Profile) -> list[Job
                 Step("vocabulary", ["-m", "data_prep", "vocab", file]),
                 Step("shards", build, "mpi" if many else "one"),
             ],
+            depends_on=data_digest(recipe),
         )
     ]
     updates = 0
@@ -120,6 +125,14 @@ def build_chain(recipe: Recipe, recipe_file: Path, profile: Profile) -> list[Job
         for name, command in last
     ]
     return jobs
+
+
+def data_digest(recipe: Recipe) -> str:
+    """Of the recipe's part that vocabulary and shards are made of: prepared again when it changes."""
+    values = to_dict(recipe)
+    part = {key: values[key] for key in ("seed", "sources", "vocab", "prep", "shards")}
+    text = json.dumps(part, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def checkpoint_bytes(recipe: Recipe) -> int:

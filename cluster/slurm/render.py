@@ -41,7 +41,8 @@ def render(job: Job, recipe: Recipe, profile: Profile, folder: Path, cwd: Path) 
 def work_key(job: Job) -> str:
     """What the job does, without where it does it: a finished job with this key is not run again."""
     steps = [step for step in job.steps if step.title != "preflight"]
-    return " && ".join(shlex.join(step.command) for step in steps)
+    commands = " && ".join(shlex.join(step.command) for step in steps)
+    return f"{commands} # recipe {job.depends_on}" if job.depends_on else commands
 
 
 def srun_line(step: Step, job: Job, recipe: Recipe, profile: Profile) -> str:

@@ -6,9 +6,10 @@ import pytest
 
 from cluster import hostfile, submit
 from cluster.launch import training_processes
-from cluster.slurm.chain import seconds_of
+from cluster.slurm.chain import build_chain, seconds_of
 from cluster.slurm.client import count_gpus
-from configs import UserError
+from cluster.slurm.render import work_key
+from configs import UserError, load_profile, load_recipe
 
 
 @pytest.fixture
@@ -152,6 +153,25 @@ def test_gres_forms():
     assert count_gpus("gpu:h100:8(S:0-1),nvme:2") == 8
     assert count_gpus("gpu:a100:4,gpu:t4:2") == 6
     assert count_gpus("(null)") == 0
+
+
+def test_what_was_made_of_something_else_is_made_again(recipe, profile, tmp_path):
+    site = load_profile(profile("nodes: 1"), [])
+
+    def todo(*overrides):
+        jobs = build_chain(load_recipe(recipe, list(overrides)), tmp_path / "recipe.yaml", site)
+        return jobs, [job.name for job in submit.unfinished(tmp_path, jobs)]
+
+    jobs, names = todo()
+    assert names == [job.name for job in jobs]
+    for job in jobs:
+        (tmp_path / f"{job.name}.done").write_text(work_key(job) + "\n")
+    assert todo()[1] == []
+    assert todo("train.eval_every=7")[1] == []
+    # Trained for longer: the model is exported and scored again, though those commands are the same.
+    assert todo("phases.1.steps=20")[1] == ["train-two", "export", "evaluate"]
+    assert todo("vocab.size=999")[1] == names
+    assert todo("sources=[{kind: text, path: other}]")[1] == names
 
 
 def test_slots_are_a_number_of_processes():
