@@ -160,8 +160,12 @@ def find_files(config: SourceConfig, suffixes: Sequence[str], looks_like: str) -
 def _files_below(folder: Path) -> Iterator[Path]:
     """Files of a folder and the folders in it, through links (once, should a link lead back);
     links to nothing too, so that no part of a corpus goes missing in silence."""
+
+    def refuse(error: OSError) -> None:
+        raise UserError(f"{error.filename}: cannot be read ({error.strerror})", "check its rights")
+
     seen = set()
-    for here, below, names in os.walk(folder, followlinks=True):
+    for here, below, names in os.walk(folder, onerror=refuse, followlinks=True):
         real = os.path.realpath(here)
         if real in seen:
             below.clear()

@@ -6,6 +6,7 @@ import bz2
 import gzip
 import json
 import lzma
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,21 @@ def test_links_are_followed_and_broken_ones_named(tmp_path) -> None:
     (folder / "b.txt").symlink_to(tmp_path / "gone.txt")
     with pytest.raises(UserError, match=r"b\.txt is a link to a file that is not there"):
         read("text", folder)
+
+
+def test_a_folder_without_rights_is_named(tmp_path, monkeypatch) -> None:
+    (tmp_path / "in" / "shut").mkdir(parents=True)
+    (tmp_path / "in" / "a.txt").write_text("A.\n")
+    scan = os.scandir
+
+    def refuse(path: str) -> Any:  # root may read everything, so rights alone would not do
+        if str(path).endswith("shut"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(UserError, match="shut: cannot be read"):
+        read("text", tmp_path / "in")
 
 
 @settings(max_examples=150, deadline=None)
