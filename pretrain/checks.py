@@ -23,6 +23,7 @@ from pretrain.checkpoint.folder import (
     checkpoints,
     missing_kinds,
     read_meta,
+    resolve,
 )
 from pretrain.data.packing import SMALLEST, round_up
 from pretrain.guard import StopSignals
@@ -205,10 +206,8 @@ def _check_model(recipe: Recipe, first: Shards, shards: Mapping[str, Shards]) ->
             f"model.vocab_size={model.vocab_size} is below the tokenizer's {first.vocab_size}",
             "leave model.vocab_size at 0: it comes from the tokenizer",
         )
-    for name, value in (
-        ("num_heads", model.num_heads),
-        ("intermediate_size", model.intermediate_size),
-    ):
+    for name in ("num_heads", "intermediate_size"):
+        value = getattr(model, name)
         if value % tp:
             raise UserError(
                 f"model.{name}={value} is not divisible by parallel.tp={tp}",
@@ -225,6 +224,10 @@ def _check_model(recipe: Recipe, first: Shards, shards: Mapping[str, Shards]) ->
                 f"shards.{name} has rows of up to {s.max_length} tokens, "
                 f"model.max_position_embeddings={model.max_position_embeddings}",
                 f"set model.max_position_embeddings to {s.max_length} or more",
+            )
+        if s.objective in ("nsp", "sop") and model.type_vocab_size < 2:
+            raise UserError(
+                f"shards.{name} has rows of two segments, model.type_vocab_size=1", "set it to 2"
             )
         if not s.num_rows:
             raise UserError(f"{s.folder} holds no rows", "give the recipe more text")
@@ -253,8 +256,6 @@ def _check_checkpoint(recipe: Recipe, plan: Plan) -> None:
     found = checkpoints(plan.train_dir) if recipe.checkpoint.resume else []
     if not found:
         if recipe.checkpoint.init_from:
-            from pretrain.checkpoint.folder import resolve
-
             _check_meta(
                 read_meta(resolve(recipe.checkpoint.init_from)), plan, "checkpoint.init_from"
             )

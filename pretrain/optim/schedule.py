@@ -44,13 +44,14 @@ def check_schedule(schedule: ScheduleConfig, steps: int, where: str) -> None:
     """Raises UserError, naming `where`, for a schedule that cannot be followed."""
     if schedule.kind not in KINDS:
         raise UserError(f"{where}.kind={schedule.kind} is not known", f"known: {', '.join(KINDS)}")
-    if schedule.warmup < 0 or schedule.warmup > max(steps, 1):
+    if not 0 <= schedule.warmup <= max(steps, 1):
         raise UserError(
             f"{where}.warmup={schedule.warmup:g} does not fit into {steps} steps",
             "below 1 it is a share of the steps, otherwise a number of steps",
         )
-    if not schedule.lr > 0 or schedule.end_lr < 0 or schedule.power <= 0:
+    finite = math.isfinite(schedule.lr + schedule.end_lr + schedule.power)
+    if not finite or not (schedule.lr > 0 and schedule.end_lr >= 0 and schedule.power > 0):
         raise UserError(
             f"{where}: lr={schedule.lr:g}, end_lr={schedule.end_lr:g}, power={schedule.power:g}",
-            "lr and power must be positive, end_lr 0 or more",
+            "finite numbers: lr and power positive, end_lr 0 or more",
         )

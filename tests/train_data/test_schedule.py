@@ -87,6 +87,14 @@ def test_mistakes_are_named() -> None:
         check_schedule(ScheduleConfig(kind="step"), 10, "phases[0].schedule")
     with pytest.raises(UserError, match="warmup=20 does not fit into 10"):
         check_schedule(ScheduleConfig(warmup=20), 10, "phases[0].schedule")
-    with pytest.raises(UserError, match="lr=0"):
-        check_schedule(ScheduleConfig(lr=0.0), 10, "phases[0].schedule")
+    nan = float("nan")
+    for odd, named in (
+        ({"lr": 0.0}, "lr=0"),
+        ({"lr": float("inf")}, "lr=inf"),
+        ({"end_lr": nan}, "end_lr=nan"),
+        ({"power": nan}, "power=nan"),
+        ({"warmup": nan}, "warmup=nan does not fit"),
+    ):
+        with pytest.raises(UserError, match=named):
+            check_schedule(ScheduleConfig(**odd), 10, "phases[0].schedule")
     check_schedule(ScheduleConfig(), 10, "phases[0].schedule")
