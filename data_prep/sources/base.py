@@ -130,7 +130,7 @@ def find_files(config: SourceConfig, suffixes: Sequence[str], looks_like: str) -
         raise UserError(f"{where}: no path", "set sources.N.path to a file, folder or glob")
     path = Path(config.path).expanduser()
     if path.is_dir():
-        found = sorted(_files_below(path))
+        found = sorted(files_below(path))
         wanted = [p for p in found if p.name.lower().endswith(tuple(suffixes))]
         if found and not wanted:
             raise UserError(
@@ -140,24 +140,28 @@ def find_files(config: SourceConfig, suffixes: Sequence[str], looks_like: str) -
     elif path.is_file():
         wanted = [path]
     else:
-        wanted = sorted(Path(p) for p in glob(str(path), recursive=True) if Path(p).is_file())  # noqa: PTH207
+        wanted = sorted(Path(p) for p in glob(str(path), recursive=True) if not Path(p).is_dir())  # noqa: PTH207
     if not wanted:
         raise UserError(
             f"{where}: {path.absolute()} is missing or empty",
             f"{config.kind} reads {looks_like}; paths are relative to the folder you start from",
         )
     for file in wanted:
-        if not file.exists():
-            raise UserError(
-                f"{where}: {file} is a link to a file that is not there",
-                "mend or remove the link",
-            )
-        if file.stat().st_size == 0:
-            raise UserError(f"{where}: {file} is an empty file", "download it again or remove it")
+        check_file(file, where)
     return wanted
 
 
-def _files_below(folder: Path) -> Iterator[Path]:
+def check_file(file: Path, where: str) -> None:
+    """Refuses a link to nothing and an empty file: parts of a corpus that would be missing."""
+    if not file.exists():
+        raise UserError(
+            f"{where}: {file} is a link to a file that is not there", "mend or remove the link"
+        )
+    if file.stat().st_size == 0:
+        raise UserError(f"{where}: {file} is an empty file", "download it again or remove it")
+
+
+def files_below(folder: Path) -> Iterator[Path]:
     """Files of a folder and the folders in it, through links (once, should a link lead back);
     links to nothing too, so that no part of a corpus goes missing in silence."""
 

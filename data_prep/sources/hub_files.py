@@ -17,7 +17,7 @@ import yaml
 
 from configs.errors import UserError
 from configs.schema import SourceConfig
-from data_prep.sources.base import find_files
+from data_prep.sources.base import check_file, files_below, find_files
 
 FORMATS = (
     (".parquet",),
@@ -42,15 +42,14 @@ def resolve(config: SourceConfig) -> list[str]:
     if path.is_dir():
         names = sorted(
             p.relative_to(path).as_posix()
-            for p in path.rglob("*")
-            if p.is_file() and not any(part.startswith(".") for part in p.relative_to(path).parts)
+            for p in files_below(path)
+            if not any(part.startswith(".") for part in p.relative_to(path).parts)
         )
         readme = path / "README.md"
         text = readme.read_text(encoding="utf-8") if readme.is_file() else ""
         chosen = [path / name for name in choose(names, text, config)]
         for file in chosen:
-            if file.stat().st_size == 0:
-                raise UserError(f"{file} is an empty file", "download it again or remove it")
+            check_file(file, f"source {config.name or config.path!r} (kind: hub)")
         return [str(file) for file in chosen]
     if (
         path.exists()
