@@ -6,7 +6,6 @@ Scenarios that leave the cluster whole run side by side, since most of their tim
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -212,10 +211,7 @@ def test_power_cut_of_a_node(new_run, cluster):
 def test_controller_crash(new_run, cluster):
     run = new_run("controller")
     run.standin(update_s=1.0).submit()
-    run.wait_step(1)
-    queued = time.time()
-    saved = cluster.folder / "state" / "job_state"  # SLURM writes it some seconds late
-    wait_for(lambda: saved.stat().st_mtime > queued, 30, "the controller's memory of the jobs")
+    run.wait_step(10)  # an update a second: SLURM writes its memory of the jobs up to 5 s late
     cluster.do("kill-ctld")
     at = run.step()
     try:
