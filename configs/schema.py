@@ -82,7 +82,7 @@ class ParallelConfig:
 
     tp: int = 1
     zero_stage: int = 1
-    # auto (DeepSpeed where ZeRO has something to share out, else lean) | deepspeed | lean
+    # auto (lean, and DeepSpeed for zero_stage 2) | deepspeed | lean: both give the same losses
     engine: str = "auto"
     sequence_parallel: bool = False
     # Token budget of one forward pass on one GPU (packed). 0 = the largest that fits.
@@ -185,7 +185,7 @@ class TrainConfig:
     probe: str = ""  # a BLiMP parquet: scored by pseudo-log-likelihood at each evaluation
     probe_pairs: int = 1000
     log_every: int = 1
-    compile: bool = True  # on GPUs with dp 1: record each shape's kernels once and replay them
+    compile: bool = True  # on GPUs, lean engine: record each shape's kernels once and replay them
     kernels: str = "auto"  # auto (fused on GPU) | plain
     shards_dir: str = ""  # read shard sets from here (a node-local copy) instead of work_dir/shards
     threads: int = 0  # torch threads a process; 0 = cores / processes on this node

@@ -205,14 +205,17 @@ class LeanEngine(Engine):
         (loss * self.loss_scale if self.scaler else loss).backward()
         self._end()
 
-    def accumulate(self, loss: Tensor) -> None:
+    def accumulate(self, loss: Tensor, last: bool) -> None:
         """`backward` of a loss that is scaled already, without autograd's hooks, whose streams a
-        CUDA graph cannot record; for dp 1, where no bucket is waited for."""
-        self._begin(last=False)
+        CUDA graph cannot record. The last one's reductions are recorded with it: most gradients
+        arrive from kernels during the pass, so that buckets leave while it runs."""
+        self._begin(last)
         params = list(self._bucket_of)
         for p, gradient in zip(params, torch.autograd.grad(loss, params, allow_unused=True)):
             if gradient is not None:
                 self._main[id(p)].add_(gradient)
+                self._count(self._bucket_of[p])
+        self._end()
 
     def _begin(self, last: bool) -> None:
         self._last = last

@@ -40,24 +40,31 @@ def _loss(sums: Any, shares: Tensor) -> Tensor:
 
 
 class RecordedMicro(Micro):
-    """The same through CUDA graphs, for dp 1; collectives of tensor parallelism are recorded too."""
+    """The same through CUDA graphs: for the lean engine. Collectives are recorded too, those of
+    tensor parallelism and the reduction of gradients that the last micro-batch overlaps; where it
+    has one, a shape's last micro-batch has a graph of its own."""
 
     def __init__(self, model: Any, engine: Any) -> None:
         super().__init__(model, engine)
         self.graphs: dict[tuple[int, ...], _Recording] = {}
         self.pool: Any = None
         self.max_length = 0
+        self.warm: set[bool] = set()
 
     def __call__(self, micro: MicroBatch, batch: GlobalBatch, last: bool) -> Tensor:
         if micro.max_length != self.max_length:
-            # A new phase: its first run compiles kernels and makes what they keep.
             self.graphs.clear()
+            self.warm.clear()
             torch.cuda.empty_cache()
             self.pool, self.max_length = torch.cuda.graph_pool_handle(), micro.max_length
+        reduces = last and self.engine.groups.dp > 1
+        if reduces not in self.warm:
+            # A phase's first run compiles kernels and makes what they and communicators keep.
+            self.warm.add(reduces)
             return super().__call__(micro, batch, last)
-        key = tuple(t.numel() for t in _tensors(micro))
+        key = (int(reduces), *(t.numel() for t in _tensors(micro)))
         if key not in self.graphs:
-            self.graphs[key] = _Recording(self.model, self.engine, micro, self.pool)
+            self.graphs[key] = _Recording(self.model, self.engine, micro, self.pool, reduces)
         scale = self.engine.loss_scale
         return self.graphs[key].run(micro, scale / batch.masked_total, scale / batch.rows_total)
 
@@ -65,18 +72,21 @@ class RecordedMicro(Micro):
         """Frees the graphs: a communicator waits for ever for those that recorded it."""
         torch.cuda.synchronize()
         self.graphs.clear()
+        self.warm.clear()
         self.pool, self.max_length = None, 0
 
 
 class _Recording:
-    def __init__(self, model: Any, engine: Any, micro: MicroBatch, pool: Any) -> None:
+    def __init__(
+        self, model: Any, engine: Any, micro: MicroBatch, pool: Any, reduces: bool
+    ) -> None:
         self.micro = micro.map(torch.clone)
         self.shares = torch.zeros(2, device=micro.input_ids.device)
         self.graph = torch.cuda.CUDAGraph()
         # Other threads (prefetching of batches) go on using the GPU meanwhile.
         with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
             sums = model(self.micro)
-            engine.accumulate(_loss(sums, self.shares))
+            engine.accumulate(_loss(sums, self.shares), reduces)
             self.sums = torch.stack([x.detach().float() for x in sums])
 
     def run(self, micro: MicroBatch, mlm_share: float, nsp_share: float) -> Tensor:

@@ -111,9 +111,8 @@ def _assemble(plan: Plan, device: torch.device, watchdog: Watchdog) -> Run:
         start_at_sinusoids(pieces, plan.model.initializer_range)
     engine = _engine_class(plan)(recipe, model, pieces, groups, kernels, device)
     engine.model.train()
-    # With data parallelism the last micro-batch overlaps its reduction through hooks: not recorded.
+    # DeepSpeed's hooks count and launch in Python: they cannot be recorded.
     recorded = recipe.train.compile and is_fused(kernels) and isinstance(engine, LeanEngine)
-    recorded = recorded and groups.dp == 1
     identity = {
         "model": to_dict(plan.model),
         "recipe": to_dict(recipe),
@@ -200,13 +199,11 @@ def _connect(plan: Plan, device: torch.device) -> None:
 
 
 def _engine_class(plan: Plan) -> type[LeanEngine] | Any:
-    """DeepSpeed where its ZeRO has something to share out, else the lean engine."""
+    """auto: the lean engine, whose passes a GPU records, but DeepSpeed for ZeRO-2."""
     parallel = plan.recipe.parallel
     wanted = parallel.engine
     if wanted == "auto":
-        other = plan.recipe.optimizer.implementation != "lambert"
-        shares = parallel.zero_stage > 0 and plan.dp > 1
-        wanted = "deepspeed" if shares and not other else "lean"
+        wanted = "deepspeed" if parallel.zero_stage == 2 and plan.dp > 1 else "lean"
     if wanted == "lean":
         return LeanEngine
     from pretrain.engine_deepspeed import DeepSpeedEngine

@@ -146,10 +146,10 @@ def recipe_layout(recipe: Recipe, gpus: int, gpus_per_node: int, card: Card) -> 
 
 
 def engine_of(parallel: ParallelConfig, dp: int) -> str:
-    """`auto` is DeepSpeed where ZeRO has something to share out, as in the trainer."""
+    """`auto` is DeepSpeed for ZeRO-2 alone, as in the trainer."""
     if parallel.engine != "auto":
         return parallel.engine
-    return "deepspeed" if parallel.zero_stage > 0 and dp > 1 else "lean"
+    return "deepspeed" if parallel.zero_stage == 2 and dp > 1 else "lean"
 
 
 def candidates(recipe: Recipe, gpus: int, gpus_per_node: int) -> Iterator[Layout]:

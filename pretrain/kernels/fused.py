@@ -5,7 +5,7 @@ from __future__ import annotations
 from pretrain.kernels.attention import attention
 from pretrain.kernels.plain import LambTable, embedding
 from pretrain.kernels.triton_lamb import lamb_apply, lamb_moments
-from pretrain.kernels.triton_linear import forked_linear, linear
+from pretrain.kernels.triton_linear import forked_linear, linear, summed_linear
 from pretrain.kernels.triton_loss import linear_cross_entropy
 from pretrain.kernels.triton_pointwise import (
     bias_dropout_add_norm,
@@ -27,4 +27,5 @@ __all__ = [
     "layer_norm",
     "linear",
     "linear_cross_entropy",
+    "summed_linear",
 ]

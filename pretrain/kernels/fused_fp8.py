@@ -12,7 +12,7 @@ from pretrain.kernels.fused import (
     layer_norm,
     linear_cross_entropy,
 )
-from pretrain.kernels.triton_fp8 import bias_gelu, forked_linear, linear
+from pretrain.kernels.triton_fp8 import bias_gelu, forked_linear, linear, summed_linear
 
 __all__ = [
     "attention",
@@ -26,4 +26,5 @@ __all__ = [
     "layer_norm",
     "linear",
     "linear_cross_entropy",
+    "summed_linear",
 ]

@@ -50,17 +50,41 @@ def bias_dropout_add_norm(
     return layer_norm(summed, weight, norm_bias, eps)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x weight^T + bias; x [T, in], weight [out, in]."""
-    return F.linear(x, weight, bias)
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, group: Any = None) -> Tensor:
+    """x weight^T + bias; x [T, in], weight [out, in].
+
+    group: of tensor-parallel ranks that hold equal x and other rows of the weight; the gradient of
+    x is summed over them. (The fused version computes the weight's gradient meanwhile.)
+    """
+    return F.linear(x if group is None else copy_to_group(x, group), weight, bias)
 
 
-def forked_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(linear(x, weight, bias), x): for an input that goes on beside the product, as a residual.
+def forked_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, group: Any = None
+) -> tuple[Tensor, Tensor]:
+    """(linear(x, weight, bias, group), x): for an input that goes on beside the product, as a
+    residual, alike on all ranks of a group.
 
     The fused version adds the residual's gradient inside the product of the backward pass.
     """
-    return F.linear(x, weight, bias), x
+    return linear(x, weight, bias, group), x
+
+
+def summed_linear(x: Tensor, weight: Tensor, group: Any) -> Tensor:
+    """x weight^T summed over the ranks of a group, each of which holds other columns of both.
+
+    The fused version multiplies some rows while the sums of others travel.
+    """
+    from megatron.core.tensor_parallel import mappings
+
+    return mappings.reduce_from_tensor_model_parallel_region(F.linear(x, weight), group=group)
+
+
+def copy_to_group(x: Tensor, group: Any) -> Tensor:
+    """x, whose gradient is summed over the group: Megatron-core's mapping."""
+    from megatron.core.tensor_parallel import mappings
+
+    return mappings.copy_to_tensor_model_parallel_region(x, group=group)
 
 
 def embedding(ids: Tensor, weight: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -121,8 +122,17 @@ def _pays(x: Tensor, weight: Tensor, ratio: int) -> bool:
 
 class _Linear8(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, eight: Any, weight: Tensor, bias: Tensor | None, fork: bool):
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        eight: Any,
+        weight: Tensor,
+        bias: Tensor | None,
+        fork: bool,
+        group: Any = None,
+    ):
         ctx.save_for_backward(x, weight)
+        ctx.group = group
         ctx.has_bias = bias is not None and bias.requires_grad
         if _pays(x, weight, 2):
             y = _product(eight or quantise(x), quantise(weight), x.dtype, bias)
@@ -133,24 +143,40 @@ class _Linear8(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, beside: Tensor | None = None):
         x, weight = ctx.saved_tensors
+        if ctx.group is not None and ctx.group.rank() > 0:
+            beside = None  # alike on all ranks: one of them brings it into the sum
         if _pays(x, weight, 4):
             across = quantise(weight.t().contiguous())
             grad_x = _product(_rounded(grad), across, grad.dtype)
             grad_x = grad_x if beside is None else beside.add_(grad_x)
         else:
             grad_x = grad @ weight if beside is None else beside.addmm_(grad, weight)
+        sent = None
+        if ctx.group is not None:
+            sent = dist.all_reduce(grad_x, group=ctx.group, async_op=True)
         grad_weight = weight_gradient(weight, grad, x) if ctx.needs_input_grad[2] else None
-        return grad_x, None, grad_weight, grad.sum(0) if ctx.has_bias else None, None
+        if sent is not None:
+            sent.wait()
+        return grad_x, None, grad_weight, grad.sum(0) if ctx.has_bias else None, None, None
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, group: Any = None) -> Tensor:
     """See `plain.linear`."""
-    return _Linear8.apply(x, getattr(x, "eight", None), weight, bias, False)
+    return _Linear8.apply(x, getattr(x, "eight", None), weight, bias, False, group)
 
 
-def forked_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def forked_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, group: Any = None
+) -> tuple[Tensor, Tensor]:
     """See `plain.forked_linear`."""
-    return _Linear8.apply(x, getattr(x, "eight", None), weight, bias, True)
+    return _Linear8.apply(x, getattr(x, "eight", None), weight, bias, True, group)
+
+
+def summed_linear(x: Tensor, weight: Tensor, group: Any) -> Tensor:
+    """See `plain.summed_linear`."""
+    from megatron.core.tensor_parallel import mappings
+
+    return mappings.reduce_from_tensor_model_parallel_region(linear(x, weight), group=group)
 
 
 class _BiasGelu8(torch.autograd.Function):

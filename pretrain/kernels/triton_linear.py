@@ -2,7 +2,9 @@
 
 The weight gradient goes into `weight.main_grad` (fp32, set by the engine) inside the product,
 which saves writing, reading and adding it in low precision: 12 bytes a parameter become 8. The
-residual's gradient is added inside the product that gives the input's.
+residual's gradient is added inside the product that gives the input's. Under tensor parallelism
+collectives run beside products: the input's gradient travels while the weight's is computed, and
+a sum over ranks starts with the first rows of its product.
 """
 
 from __future__ import annotations
@@ -10,16 +12,21 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from pretrain.kernels.triton_gradients import weight_gradient
 
+PARTS, PART_ROWS = 4, 2048  # a product's sum over ranks leaves in at most 4 parts, none smaller
+
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, fork: bool):
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, fork: bool, group: Any = None
+    ):
         ctx.save_for_backward(x, weight)
-        ctx.fork = fork
+        ctx.group = group
         ctx.has_bias = bias is not None and bias.requires_grad
         y = x @ weight.t() if bias is None else torch.addmm(bias, x, weight.t())
         return (y, x.view_as(x)) if fork else y
@@ -27,19 +34,54 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, beside: Tensor | None = None):
         x, weight = ctx.saved_tensors
-        grad_x = None
+        grad_x = sent = None
         if ctx.needs_input_grad[0]:
             # `beside` has been used up by everything else when this runs: it is ours to overwrite.
+            # It is alike on all ranks of a group: one of them brings it into the sum.
+            if ctx.group is not None and ctx.group.rank() > 0:
+                beside = None
             grad_x = grad @ weight if beside is None else beside.addmm_(grad, weight)
+            if ctx.group is not None:
+                sent = dist.all_reduce(grad_x, group=ctx.group, async_op=True)
         grad_weight = weight_gradient(weight, grad, x) if ctx.needs_input_grad[1] else None
-        return grad_x, grad_weight, grad.sum(0) if ctx.has_bias else None, None
+        if sent is not None:
+            sent.wait()
+        return grad_x, grad_weight, grad.sum(0) if ctx.has_bias else None, None, None
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+class _SummedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, group: Any):
+        ctx.save_for_backward(x, weight)
+        y = x.new_empty(x.shape[0], weight.shape[0])
+        parts = max(1, min(PARTS, x.shape[0] // PART_ROWS))
+        sent = []
+        for rows, out in zip(x.tensor_split(parts), y.tensor_split(parts)):
+            torch.mm(rows, weight.t(), out=out)
+            sent.append(dist.all_reduce(out, group=group, async_op=True))
+        for work in sent:
+            work.wait()
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor):
+        x, weight = ctx.saved_tensors
+        grad_x = grad @ weight if ctx.needs_input_grad[0] else None
+        return grad_x, weight_gradient(weight, grad, x) if ctx.needs_input_grad[1] else None, None
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, group: Any = None) -> Tensor:
     """See `plain.linear`."""
-    return _Linear.apply(x, weight, bias, False)
+    return _Linear.apply(x, weight, bias, False, group)
 
 
-def forked_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def forked_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, group: Any = None
+) -> tuple[Tensor, Tensor]:
     """See `plain.forked_linear`. The gradient that comes to the second result is overwritten."""
-    return _Linear.apply(x, weight, bias, True)
+    return _Linear.apply(x, weight, bias, True, group)
+
+
+def summed_linear(x: Tensor, weight: Tensor, group: Any) -> Tensor:
+    """See `plain.summed_linear`."""
+    return _SummedLinear.apply(x, weight, group)

@@ -3,7 +3,7 @@
 A linear returns x W^T *without* its bias, which the model hands to the fused kernel that comes
 next; the product itself is one of the kernels given to it. Sharded parameters carry `tensor_model_parallel` and `partition_dim`, as Megatron-core's do.
 The collectives are Megatron-core's autograd mappings (those of sequence parallelism our own, see
-`sequence.py`); with tp 1 there is none and no copy.
+`sequence.py`; the fused products bring theirs along and hide them); with tp 1 there is none.
 
 With sequence parallelism (2205.05198) activations between a row and the next column layer are
 [T / tp, H]: every rank holds a contiguous T / tp of the tokens.
@@ -157,20 +157,19 @@ class ColumnLinear(Linear):
 
     def __init__(self, layers: TensorParallelLayers, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features // layers.tp)
-        self._mappings, self._group, self._sequence = _mappings(layers)
+        self._group, self._sequence = layers.group, layers.sequence_parallel
         _sharded(self.weight, 0)
         _sharded(self.bias, 0)
 
     def forward(self, x: Tensor, kernels: Any, bias: Tensor | None = None) -> Tensor:
         if self._sequence:
-            x = gather_tokens(x, self._group)
-        else:
-            x = self._mappings.copy_to_tensor_model_parallel_region(x, group=self._group)
-        return kernels.linear(x, self.weight, bias)
+            return kernels.linear(gather_tokens(x, self._group), self.weight, bias)
+        return kernels.linear(x, self.weight, bias, self._group)
 
     def fork(self, x: Tensor, kernels: Any, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        # The product's gradient must be summed over ranks before the residual's is added.
-        return self(x, kernels, bias), x
+        if self._sequence:  # the residual is this rank's tokens alone
+            return self(x, kernels, bias), x
+        return kernels.forked_linear(x, self.weight, bias, self._group)
 
 
 class RowLinear(Linear):
@@ -178,14 +177,13 @@ class RowLinear(Linear):
 
     def __init__(self, layers: TensorParallelLayers, in_features: int, out_features: int) -> None:
         super().__init__(in_features // layers.tp, out_features)
-        self._mappings, self._group, self._sequence = _mappings(layers)
+        self._group, self._sequence = layers.group, layers.sequence_parallel
         _sharded(self.weight, 1)
 
     def forward(self, x: Tensor, kernels: Any) -> Tensor:
-        y = kernels.linear(x, self.weight)
         if self._sequence:
-            return reduce_scatter_tokens(y, self._group)
-        return self._mappings.reduce_from_tensor_model_parallel_region(y, group=self._group)
+            return reduce_scatter_tokens(kernels.linear(x, self.weight), self._group)
+        return kernels.summed_linear(x, self.weight, self._group)
 
 
 class VocabularyEmbedding(Embedding):
@@ -193,7 +191,7 @@ class VocabularyEmbedding(Embedding):
 
     def __init__(self, layers: TensorParallelLayers, rows: int, hidden: int) -> None:
         super().__init__(rows // layers.tp, hidden)
-        self._mappings, self._group, self._sequence = _mappings(layers)
+        self._group, self._sequence = layers.group, layers.sequence_parallel
         self._start = layers.rank * (rows // layers.tp)
         _sharded(self.weight, 0)
 
@@ -204,10 +202,6 @@ class VocabularyEmbedding(Embedding):
         x = x.masked_fill(outside[:, None], 0.0)
         if self._sequence:
             return reduce_scatter_tokens(x, self._group)
-        return self._mappings.reduce_from_tensor_model_parallel_region(x, group=self._group)
+        from megatron.core.tensor_parallel import mappings
 
-
-def _mappings(layers: TensorParallelLayers) -> tuple[Any, Any, bool]:
-    from megatron.core.tensor_parallel import mappings
-
-    return mappings, layers.group, layers.sequence_parallel
+        return mappings.reduce_from_tensor_model_parallel_region(x, group=self._group)

@@ -38,7 +38,7 @@ def world(size: int, function: str, *arguments, timeout: float = 600) -> list:
                 "MASTER_PORT": str(port),
                 "OMP_NUM_THREADS": "1",
                 "DS_ACCELERATOR": "cpu",
-                "PYTHONPATH": str(REPO),
+                "PYTHONPATH": os.pathsep.join([str(REPO), os.environ.get("PYTHONPATH", "")]),
             }
             command = [sys.executable, "-m", "tests.trainer.launch", str(job)]
             with open(Path(folder) / f"{rank}.log", "wb") as log:
