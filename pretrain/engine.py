@@ -9,6 +9,7 @@ same with DeepSpeed's ZeRO optimisers. Both offer a `Shard`, which LAMB and chec
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -147,7 +148,8 @@ class LeanEngine(Engine):
             else:  # for products that add into it themselves (pretrain.kernels.triton_linear)
                 p.main_grad = self._main[id(p)]  # type: ignore[attr-defined]
                 p.main_grad_arrived = lambda b=bucket: self._count(b)  # type: ignore[attr-defined]
-            p.register_post_accumulate_grad_hook(lambda p, b=bucket: self._arrived(p, b))
+            # Autograd's hooks are out of the garbage collector's sight: nothing strong in them.
+            p.register_post_accumulate_grad_hook(lambda p, me=weakref.ref(self): me()._arrived(p))
 
     def _make_shard(self, dtype: torch.dtype) -> Shard:
         """The masters keep what rounding to `dtype` takes away: from values that lie on the coarse
@@ -175,13 +177,13 @@ class LeanEngine(Engine):
         begin = bucket.begin + (self.groups.dp_rank if rank is None else rank) * size
         return flat[begin : begin + size]
 
-    def _arrived(self, p: nn.Parameter, bucket: Bucket) -> None:
+    def _arrived(self, p: nn.Parameter) -> None:
         """Runs when autograd has finished a parameter's gradient of this micro-batch."""
         main = self._main[id(p)]
         if p.grad is not None and p.grad.data_ptr() != main.data_ptr():
             main.add_(p.grad)
             p.grad = None
-        self._count(bucket)
+        self._count(self._bucket_of[p])
 
     def _count(self, bucket: Bucket) -> None:
         """One more of the bucket's gradients is there; the last one sends it off."""
@@ -215,6 +217,12 @@ class LeanEngine(Engine):
             if gradient is not None:
                 self._main[id(p)].add_(gradient)
                 self._count(self._bucket_of[p])
+        self._end()
+
+    def warm_up(self) -> None:
+        """The first use of a communicator, which cannot be recorded: reduces gradients while they
+        are still zero."""
+        self._begin(last=True)
         self._end()
 
     def _begin(self, last: bool) -> None:

@@ -32,7 +32,7 @@ class Micro:
         return torch.stack([x.detach().float() for x in sums])
 
     def close(self) -> None:
-        """Before the process groups go: nothing to let go of."""
+        """Before the process groups go, whatever ended the run: nothing to let go of."""
 
 
 def _loss(sums: Any, shares: Tensor) -> Tensor:
@@ -49,19 +49,16 @@ class RecordedMicro(Micro):
         self.graphs: dict[tuple[int, ...], _Recording] = {}
         self.pool: Any = None
         self.max_length = 0
-        self.warm: set[bool] = set()
 
     def __call__(self, micro: MicroBatch, batch: GlobalBatch, last: bool) -> Tensor:
         if micro.max_length != self.max_length:
+            # A new phase: its first run compiles kernels and makes what they keep.
             self.graphs.clear()
-            self.warm.clear()
             torch.cuda.empty_cache()
             self.pool, self.max_length = torch.cuda.graph_pool_handle(), micro.max_length
-        reduces = last and self.engine.groups.dp > 1
-        if reduces not in self.warm:
-            # A phase's first run compiles kernels and makes what they and communicators keep.
-            self.warm.add(reduces)
+            self.engine.warm_up()
             return super().__call__(micro, batch, last)
+        reduces = last and self.engine.groups.dp > 1
         key = (int(reduces), *(t.numel() for t in _tensors(micro)))
         if key not in self.graphs:
             self.graphs[key] = _Recording(self.model, self.engine, micro, self.pool, reduces)
@@ -69,10 +66,9 @@ class RecordedMicro(Micro):
         return self.graphs[key].run(micro, scale / batch.masked_total, scale / batch.rows_total)
 
     def close(self) -> None:
-        """Frees the graphs: a communicator waits for ever for those that recorded it."""
-        torch.cuda.synchronize()
+        """Frees the graphs: a communicator waits for ever for those that recorded it. Does not wait
+        for the GPU, which after a failure may wait for a lost rank."""
         self.graphs.clear()
-        self.warm.clear()
         self.pool, self.max_length = None, 0
 
 

@@ -37,6 +37,7 @@ def train(plan: Plan) -> int:
         except BaseException as error:
             run.writer.give_up()
             run.watchdog.fail(error)
+            run.micro.close()
             if isinstance(error, torch.OutOfMemoryError):
                 raise _out_of_memory(plan, error) from None
             raise

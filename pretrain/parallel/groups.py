@@ -46,7 +46,10 @@ def make_groups(tp: int, world: int, rank: int) -> Groups:
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tp, create_gloo_process_groups=False
+        tensor_model_parallel_size=tp,
+        create_gloo_process_groups=False,
+        # On GPUs its kernels get the first multiprocessors that come free.
+        high_priority_stream_groups=["tp"] if dist.get_backend() == "nccl" else None,
     )
     dp = world // tp
     return Groups(
