@@ -5,24 +5,13 @@ from __future__ import annotations
 import errno
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 USER_ERROR_EXIT = 2
 # Exit codes of `python -m pretrain train`, which schedulers and scripts may act on.
 PREEMPTED_EXIT = 75  # stopped by a signal after saving: the same command goes on
 DIVERGED_EXIT = 76  # NaN, overflow or spikes beyond the guard's patience: going on is no use
 LOST_RANK_EXIT = 77  # a process died or hung: the same command goes on from the last checkpoint
-
-
-# What a file system refuses: no bug of ours, so the path and the reason are enough.
-_REFUSED = {
-    errno.EACCES: "choose a place that you may read and write",
-    errno.EPERM: "choose a place that you may read and write",
-    errno.EROFS: "this file system is read-only: choose another place (work_dir=...)",
-    errno.ENOSPC: "the disk is full: free some of it; the same command goes on",
-    errno.EDQUOT: "your quota is full: free some of it; the same command goes on",
-    errno.ENOTDIR: "a part of this path is a file: choose another (work_dir=...)",
-    errno.EISDIR: "this is a folder: name a file",
-}
 
 
 class UserError(Exception):
@@ -39,6 +28,43 @@ class UserError(Exception):
         return f"{self.what}\n  -> {self.remedy}" if self.remedy else self.what
 
 
+# What a file system refuses: no bug of ours, so the path and the reason are enough.
+_REFUSED = {
+    errno.EACCES: "choose a place that you may read and write",
+    errno.EPERM: "choose a place that you may read and write",
+    errno.EROFS: "this file system is read-only: choose another place (work_dir=...)",
+    errno.ENOSPC: "the disk is full: free some of it; the same command goes on",
+    errno.EDQUOT: "your quota is full: free some of it; the same command goes on",
+    errno.ENOTDIR: "a part of this path is a file: choose another (work_dir=...)",
+    errno.ENAMETOOLONG: "a name in this path is too long: choose another (work_dir=...)",
+    errno.ELOOP: "links in this path lead back to themselves: choose another (work_dir=...)",
+    errno.EISDIR: "this is a folder: name a file",
+}
+
+
+def refusal(error: OSError) -> UserError | None:
+    """What a full, read-only or forbidden file system says, as a UserError; None for a bug of ours."""
+    remedy = _REFUSED.get(error.errno or 0)
+    if remedy is None or error.filename is None and error.errno != errno.ENOSPC:
+        return None
+    where = f"{error.filename}: " if error.filename else ""
+    return UserError(f"{where}{error.strerror}", remedy)
+
+
+def make_folder(folder: Path) -> Path:
+    """Makes a folder and those above it, as needed.
+
+    Raises:
+        UserError: the folder and why it cannot be made: below a file, no rights, /proc, read-only.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        remedy = _REFUSED.get(error.errno or 0, "choose another place (work_dir=...)")
+        raise UserError(f"{folder}: cannot be made ({error.strerror})", remedy) from None
+    return folder
+
+
 def run_cli(main: Callable[[], int | None]) -> None:
     """Runs a command's `main` and exits: 0 or its return value, 2 (or its own code) for a UserError, 130 for Ctrl-C."""
     try:
@@ -50,11 +76,10 @@ def run_cli(main: Callable[[], int | None]) -> None:
         sys.stderr.close()
         code = 141
     except OSError as error:
-        if error.errno not in _REFUSED or error.filename is None and error.errno != errno.ENOSPC:
+        if not (known := refusal(error)):
             raise
-        where = f"{error.filename}: " if error.filename else ""
-        print(f"error: {where}{error.strerror}\n  -> {_REFUSED[error.errno]}", file=sys.stderr)
-        code = USER_ERROR_EXIT
+        print(f"error: {known}", file=sys.stderr, flush=True)
+        code = known.exit_code
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from what is finished", file=sys.stderr)
         code = 130

@@ -20,7 +20,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from configs import Recipe, UserError, say
+from configs import Recipe, UserError, make_folder, say
 from data_prep.arrays import load_arrays
 from data_prep.documents import (
     DOCUMENTS_PER_BUCKET,
@@ -119,8 +119,7 @@ def make_plan(recipe: Recipe, names: list[str]) -> Plan:
 
 def _lock(folder: Path) -> TextIO:
     """One build at a time in a work_dir; the lock goes when the process does, however it ends."""
-    folder.mkdir(parents=True, exist_ok=True)
-    file = (folder / ".lock").open("w")
+    file = (make_folder(folder) / ".lock").open("w")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -177,7 +176,7 @@ def _documents(plan: Plan, todo: list[str], executor: Executor) -> list[dict[str
         for other in context.folder.parent.glob("*"):
             if other != context.folder:
                 remove(other)  # of an older recipe: never used again
-        context.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(context.folder)
         # One copy is the documents, then each set's parts, and the rows of one set at a time.
         passes = [plan.recipe.shards[n].dupe_factor for n in todo]
         copies = 1 + max(max(s.weight for s in plan.recipe.sources), 1.0) * (
@@ -214,9 +213,9 @@ def _build_set(plan: Plan, name: str, counts: list[dict[str, Any]], executor: Ex
         say(f"{name}: {shards.objective} rows of at most {shards.max_length} tokens")
 
     def start() -> tuple[list[Group], list[dict[str, Any]]]:
-        context.work.mkdir(parents=True, exist_ok=True)
+        make_folder(context.work)
         for kind in (TRAIN, HELD_OUT):
-            context.folder_of(kind).mkdir(exist_ok=True)
+            make_folder(context.folder_of(kind))
             (context.folder_of(kind) / INDEX).unlink(missing_ok=True)
         publish_json(context.work / "settings.json", settings)
         return make_groups(context, plan.units, plan.names, counts)

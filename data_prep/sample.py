@@ -16,7 +16,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from configs import UserError, say
+from configs import UserError, make_folder, say
 
 PACKAGE = "gensim==4.4.0"
 # Any build holds the same data; naming one makes this work on every machine and Python version.
@@ -46,13 +46,7 @@ def main(argv: list[str]) -> int | None:
     if dump.is_file() and news.is_dir():
         say(f"{folder} already holds the sample text")
         return None
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"{folder}: {error.strerror}", "choose a folder that can be written"
-        ) from None
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".download-") as temporary:
+    with tempfile.TemporaryDirectory(dir=make_folder(folder), prefix=".download-") as temporary:
         archive = Path(arguments.archive) if arguments.archive else download(Path(temporary))
         extract(archive, Path(temporary), dump, news)
     say(f"made {dump} ({dump.stat().st_size / 1e6:.1f} MB, kind: wikipedia)")

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from configs import Progress, Recipe, UserError, load_recipe, say
+from configs import Progress, Recipe, UserError, load_recipe, make_folder, say
 
 STAMP = "vocab.json"
 
@@ -53,6 +53,7 @@ def make_vocab(recipe: Recipe) -> Path:
         if not recipe.sources:
             raise UserError("the recipe has no sources", "add `sources:`, or vocab.file")
         sources = [open_source(source) for source in recipe.sources]
+        make_folder(folder)  # refused now rather than after the reading
         ranges = [source.ranges() for source in sources]
         settings["sources"] = {
             f"{number} {source.name}": digest([r.fingerprint for r in units])
@@ -78,7 +79,7 @@ def make_vocab(recipe: Recipe) -> Path:
                 " min_frequency would give more"
             )
     remove(folder)
-    folder.mkdir(parents=True)
+    make_folder(folder)
     tokenizer.save(folder)
     publish_json(stamp, settings)
     say(f"made {folder}: {tokenizer.kind}, {tokenizer.vocab_size:,} tokens")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from configs.errors import UserError
+from configs.errors import UserError, make_folder
 from configs.loading import to_dict
 from configs.memory import GIB, largest_micro_batch, training_bytes
 from configs.model import ModelConfig, padded_vocab, parameter_count, resolve_model
@@ -387,7 +387,7 @@ def _check_compiler(recipe: Recipe) -> None:
 def _check_disk(recipe: Recipe, plan: Plan) -> None:
     if plan.rank != 0:
         return
-    plan.train_dir.mkdir(parents=True, exist_ok=True)
+    make_folder(plan.train_dir)
     # One more than is kept: the old one goes only after the new one is complete.
     need = 12 * parameter_count(plan.model) * 2
     free = shutil.disk_usage(plan.train_dir).free

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from configs import UserError, say
+from configs import UserError, make_folder, say
 from configs.console import duration
 
 _POINTS = 1500  # of a curve; longer ones are averaged in stretches
@@ -240,7 +240,7 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     runs = [load_run(run) for run in options.runs]
     page = Path(options.output) if options.output else runs[0].folder / "report.html"
-    page.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(page.parent)
     page.write_text(render(runs), encoding="utf-8")
     picture = plot_loss(runs[0].folder, page.with_name("loss.png"))
     say(f"report: {page}\nloss curve: {picture}")

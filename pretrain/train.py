@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from configs.console import say
-from configs.errors import UserError
+from configs.errors import UserError, make_folder
 from configs.loading import load_recipe
 
 if TYPE_CHECKING:
@@ -77,8 +77,7 @@ def _lock(folder: Path) -> TextIO:
 
     The lock goes when the process does, however it ends.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    file = (folder / ".lock").open("w")
+    file = (make_folder(folder) / ".lock").open("w")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from configs import UserError, say
+from configs import UserError, make_folder, say
 from configs.model import ModelConfig
 from pretrain.convert.card import commit, last_scores, model_card
 from pretrain.convert.hf import SHARD_BYTES, config_to_hf, sync_folder, write_weights
@@ -71,7 +71,7 @@ def export(
     _warn_of_another_vocabulary(opened)
     fresh = out.with_name(f".{out.name}.new")
     shutil.rmtree(fresh, ignore_errors=True)
-    fresh.mkdir(parents=True)
+    make_folder(fresh)
     count, path, meta = len(opened.tensors), opened.path, opened.meta
     _write_small_files(fresh, opened, dtype)
     model = _write_weights(fresh, opened, dtype, shard_bytes)

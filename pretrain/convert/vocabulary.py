@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from configs import UserError
+from configs import UserError, make_folder
 
 SPECIAL = {
     "pad_token": "[PAD]",
@@ -93,7 +93,7 @@ def write_folder(source: Path, folder: Path, lowercase: bool | None, max_length:
         lowercase: for a bare vocab.txt; None looks for upper-case entries.
         max_length: what the tokenizer says of the model's longest input.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     vocab_file = source if source.is_file() else source / "vocab.txt"
     if source.is_dir() and (source / "tokenizer.json").is_file():
         for name in _FILES:

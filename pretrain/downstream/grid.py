@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from configs import UserError, say
+from configs import UserError, make_folder, say
 from pretrain.downstream import metrics
 from pretrain.downstream.kinds import Choice, Classify, Feature, Kind, Regress, Row, Tag
 from pretrain.downstream.loading import load_for_task, load_tokenizer, split_random, weights_digest
@@ -136,7 +136,7 @@ def _train_one(
     )
     trainer.train()
     result: dict[str, Any] = {"task": kind.task.name, "lr": lr, "seed": seed}
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     for split in [s for s in given if s != "train"]:
         # Labels stay at home: logits are scored here, with rows and windows put together again.
         blind = [
@@ -217,7 +217,7 @@ def _claim(out: Path, identity: dict[str, Any]) -> None:
             )
     elif out.exists() and any(out.iterdir()):
         raise UserError(f"{out}: not empty and no fine-tuning folder", "name another --out")
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     _write_json(file, identity)
 
 

@@ -67,6 +67,11 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "circle.yaml").write_text("base: circle.yaml\n")
     (folder / "latin.yaml").write_bytes(b"name: caf\xe9\n")
     (folder / "nomask.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\na\nb\n")
+    (folder / "logged" / "train").mkdir(parents=True)
+    update = (
+        '{"kind": "train", "step": 1, "loss": 9.0, "time": 1.0, "lr": 0.1, "tokens_per_s": 1.0}'
+    )
+    (folder / "logged" / "train" / "log.jsonl").write_text(update + "\n")
     (folder / "cut.bz2").write_bytes(b"BZh9 no more")
     return folder
 
@@ -75,6 +80,15 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def work(base: Path, tmp_path: Path) -> Path:
     """A copy of the finished work_dir, to be damaged."""
     return Path(shutil.copytree(base / "w", tmp_path / "w"))
+
+
+@pytest.fixture
+def scheduler(tmp_path: Path) -> Path:
+    """A folder with a `sinfo` that knows one partition; no job can be queued with it."""
+    asked = tmp_path / "sinfo"
+    asked.write_text("#!/bin/sh\necho 'main*|up|9|99|(null)'\n")
+    asked.chmod(0o755)
+    return tmp_path
 
 
 def refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
@@ -150,6 +164,26 @@ MISTAKES: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
 @pytest.mark.parametrize(("command", "words"), MISTAKES, ids=lambda v: " ".join(v)[:60])
 def test_a_mistake_is_named_with_its_remedy(base, command, words):
     refused(run(base, *command), *words)
+
+
+# Folders that nobody can make, not even root, whose rights go past modes.
+IMPOSSIBLE = ["/proc/x", "/dev/null/x", "/sys/x", "file/x", "w/" + 300 * "x"]
+MAKERS: list[tuple[str, ...]] = [
+    (*VOCAB, T, "work_dir={}"),
+    ("data_prep", "sample", "{}"),
+    (*TRAIN, T, "work_dir={}"),
+    ("pretrain", "report", "logged", "--output={}/r.html"),
+    ("cluster", "submit", T, "--profile", "cpu", "work_dir={}"),
+    ("cluster", "preflight", "--no-all-reduce", "--folder={}"),
+    ("cluster", "hostfile", "--nodes=n[1-2]", "-o={}/hosts"),
+]
+
+
+@pytest.mark.parametrize("maker", MAKERS, ids=lambda v: " ".join(v[:2]))
+def test_a_folder_that_cannot_be_made_is_named(base, scheduler, maker):
+    for folder in IMPOSSIBLE:
+        command = [word.format(folder) for word in maker]
+        refused(run(base, *command, PATH=f"{scheduler}:{os.environ['PATH']}"), folder, "->")
 
 
 @pytest.mark.parametrize(
