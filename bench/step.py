@@ -3,18 +3,24 @@
     python -m bench.step [--json] [--shards FOLDER ...] [--skip hf,ours,packed,...]
 
 In one run on one card: ceilings (matmul 8192^3 in bf16 and fp8, BERT-large's own shapes, copy);
-transformers' BertForPreTraining, bf16 autocast, eager and compiled, dense, fused AdamW; ours in
-each precision. A step is 8 micro-batches of 32768 tokens and one update, at (length 128, 20
-masked) and (512, 80 masked). Then packed real rows (shard folders) against the same rows padded,
-and a time budget per kernel group. Rates count model FLOP (configs.model.model_flops): padding,
-recomputation and work that is left out earn nothing.
+ours in each precision, a time budget per kernel group, packed real rows (shard folders) against
+the same rows padded; last, transformers' BertForPreTraining, bf16 autocast, eager and compiled,
+dense, fused AdamW, each length in a process of its own that may take `--hf-limit-s`. A step is 8
+micro-batches of 32768 tokens and one update, at (length 128, 20 masked) and (512, 80 masked).
+Rates count model FLOP (configs.model.model_flops): padding, recomputation and work that is left
+out earn nothing. Shares are of the 8192^3 rate in a burst and under load.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
 import os
+import queue
+import subprocess
+import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -42,7 +48,7 @@ def ceilings() -> dict[str, Any]:
     return rates
 
 
-def row(name: str, length: int, config: ModelConfig, ms: float, peak: float, memory: float) -> dict:
+def row(name: str, length: int, config: ModelConfig, ms: float, rates: dict, memory: float) -> dict:
     micros = [h.fixed_rows(length, dict(SIZES)[length], TOKENS, device="cpu")]
     rate = h.flops(config, micros) * h.MICRO_BATCHES / ms * 1e-9
     rows = TOKENS // length * h.MICRO_BATCHES
@@ -52,17 +58,19 @@ def row(name: str, length: int, config: ModelConfig, ms: float, peak: float, mem
         "ms": round(ms, 1),
         "rows_per_s": round(rows / ms * 1e3),
         "tflops": round(rate, 1),
-        "share": round(rate / peak, 3),
+        "of_burst": round(rate / rates["bf16_8192_burst"], 3),
+        "of_sustained": round(rate / rates["bf16_8192"], 3),
         "memory_gb": round(memory / 2**30, 1),
     }
 
 
-def clear() -> None:
-    """Lets go of the last model (engine, parameters and their hooks hold each other)."""
+def clear() -> float:
+    """Lets go of the last model (engine, parameters and their hooks hold each other); GiB left."""
     torch.cuda.synchronize()
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated() / 2**30
 
 
 def hugging_face(
@@ -79,7 +87,8 @@ def hugging_face(
         intermediate_size=config.intermediate_size,
     )
     shape._attn_implementation = "sdpa"
-    model = BertForPreTraining(shape).cuda().train()
+    with torch.device("cuda"):
+        model = BertForPreTraining(shape).train()
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     run = torch.compile(model) if compiled else model
     micro = h.fixed_rows(length, masked, TOKENS)
@@ -105,6 +114,41 @@ def hugging_face(
     return ms, torch.cuda.max_memory_allocated()
 
 
+def hugging_face_apart(
+    length: int, limit_s: float, skip: set[str]
+) -> dict[str, tuple[float, float]]:
+    """{"HF eager" and "HF compiled": (ms a step, peak bytes)} of those done within the limit."""
+    command = [sys.executable, "-m", "bench.step", "--hf", str(length), "--skip", ",".join(skip)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    lines: queue.Queue[str] = queue.Queue()
+
+    def read() -> None:
+        for line in process.stdout or ():
+            lines.put(line)
+        lines.put("")
+
+    threading.Thread(target=read, daemon=True).start()
+    found, end = {}, time.time() + limit_s
+    try:
+        while line := lines.get(timeout=max(0.1, end - time.time())):
+            if line.startswith("{"):
+                got = json.loads(line)
+                found[got["what"]] = (got["ms"], got["memory"])
+    except queue.Empty:
+        print(f"HF at {length}: stopped after {limit_s:.0f} s", flush=True)
+    process.kill()
+    process.wait()
+    return found
+
+
+def hugging_face_here(length: int, skip: set[str]) -> None:
+    for name in ("eager", "compiled"):
+        if name not in skip:
+            clear()
+            ms, memory = hugging_face(h.large(), length, dict(SIZES)[length], name == "compiled")
+            h.emit({"what": f"HF {name}", "ms": ms, "memory": memory})
+
+
 def ours(
     precision: str, length: int, masked: int, dropout: float = 0.1, recorded: bool = True
 ) -> dict:
@@ -122,7 +166,7 @@ def ours(
     return {"ms": ms, "loss": loss, "first_s": first, "memory": memory}
 
 
-def packed(folder: Path, training: h.Training) -> dict[str, Any]:
+def packed(folder: Path) -> dict[str, Any]:
     """Real tokens a second of a shard folder's rows, packed and padded to the set's length."""
     from configs.schema import MaskingConfig, PhaseConfig
     from data_prep.shards import open_shards
@@ -145,9 +189,11 @@ def packed(folder: Path, training: h.Training) -> dict[str, Any]:
     )
     batch = batches.update(0)
     batches.close()
+    training = h.Training(h.large(), "bf16")
     dense = [h.fixed_rows(shards.max_length, shards.mask_cap, TOKENS, seed=i) for i in range(4)]
     ms = h.median_ms(lambda: training.accumulate(batch.micros), 2, 2)
     padded = h.median_ms(lambda: training.accumulate(dense), 2, 2)
+    training.micro.close()
     rate = batch.tokens_total / ms
     padded_rate = fill * TOKENS * len(dense) / padded
     return {
@@ -163,67 +209,62 @@ def packed(folder: Path, training: h.Training) -> dict[str, Any]:
     }
 
 
-def time_budget(length: int, masked: int) -> dict[str, float]:
-    """ms a micro-batch of each kernel group, and the update's."""
+def time_budget(precision: str, length: int, masked: int) -> dict[str, Any]:
+    """ms a micro-batch of each kernel group, and the update's; launches a micro-batch."""
     micro = h.fixed_rows(length, masked, TOKENS)
-    training = h.Training(h.large(), "bf16")
+    training = h.Training(h.large(), precision)
     training.step([micro, micro])
-    groups, _ = h.budget(lambda: training.accumulate([micro]))
+    groups, kernels = h.budget(lambda: training.accumulate([micro]))
     update, _ = h.budget(lambda: training.engine.step(1e-4))
     groups["update"] = sum(update.values())
     training.micro.close()
-    return {name: round(ms, 2) for name, ms in groups.items()}
+    rounded: dict[str, Any] = {name: round(ms, 2) for name, ms in groups.items()}
+    return {**rounded, "launches": sum(count for _, _, count in kernels)}
 
 
-def run(skip: set[str], folders: list[Path]) -> dict[str, Any]:
+def run(skip: set[str], folders: list[Path], hf_limit_s: float) -> dict[str, Any]:
     config, rows = h.large(), []
     result: dict[str, Any] = {**h.stamp(), "ceilings": ceilings()}
-    peak = result["ceilings"]["bf16_8192"]
-    print({k: round(v, 2) for k, v in result["ceilings"].items()}, flush=True)
+    rates = result["ceilings"]
+    print({k: round(v, 2) for k, v in rates.items()}, flush=True)
 
     def add(entry: dict[str, Any]) -> None:
         rows.append(entry)
         print(entry, flush=True)
 
-    base: dict[int, float] = {}
-    for length, masked in SIZES:
-        for compiled in [] if "hf" in skip else [False, True]:
-            name = "HF compiled" if compiled else "HF eager"
-            if name.split()[1] in skip:
-                continue
-            clear()
-            ms, memory = hugging_face(config, length, masked, compiled)
-            base[length] = ms
-            add(row(name, length, config, ms, peak, memory))
-            torch._dynamo.reset()
     kinds = [("bf16", 0.1), ("fp8", 0.1), ("bf16", 0.0), ("fp16", 0.1)]
     for precision, dropout in kinds:
         if precision in skip or "ours" in skip:
             continue
         for length, masked in SIZES:
-            clear()
+            left = clear()
             got = ours(precision, length, masked, dropout)
             name = precision if dropout else f"{precision}, no dropout"
-            entry = row(name, length, config, got["ms"], peak, got["memory"])
+            entry = row(name, length, config, got["ms"], rates, got["memory"])
             entry |= {"loss": round(got["loss"], 4), "first_step_s": round(got["first_s"], 1)}
-            if length in base:
-                entry["times_hf_compiled"] = round(base[length] / got["ms"], 2)
-            add(entry)
+            add({**entry, "left_before_gb": round(left, 2)})
     result["steps"] = rows
-    if "packed" not in skip:
-        clear()
-        training = h.Training(h.large(), "bf16")
-        # Shortest first: the graphs of a length are dropped when the next begins.
-        result["packed"] = [packed(folder, training) for folder in folders]
-        print(*result["packed"], sep="\n", flush=True)
-        training.micro.close()
-        del training
     if "budget" not in skip:
         result["budget_ms"] = {}
-        for length, masked in SIZES:
+        for precision in ("bf16", "fp8"):
+            for length, masked in SIZES:
+                clear()
+                budget = time_budget(precision, length, masked)
+                result["budget_ms"][f"{precision} {length}"] = budget
+                print(precision, length, budget, flush=True)
+    if "packed" not in skip:
+        result["packed"] = []
+        for folder in folders:
             clear()
-            result["budget_ms"][length] = time_budget(length, masked)
-        print(result["budget_ms"], flush=True)
+            result["packed"].append(packed(folder))
+            print(result["packed"][-1], flush=True)
+    clear()
+    for length, _ in SIZES if "hf" not in skip else ():
+        for name, (ms, memory) in hugging_face_apart(length, hf_limit_s, skip).items():
+            for entry in rows:
+                if entry["length"] == length and not entry["what"].startswith("HF"):
+                    entry[f"times_{name.replace(' ', '_')}"] = round(ms / entry["ms"], 3)
+            add(row(name, length, config, ms, rates, memory))
     return result
 
 
@@ -238,11 +279,17 @@ def main() -> None:
         help="parts to leave out: hf,eager,compiled,ours,bf16,fp16,fp8,packed,budget",
     )
     parser.add_argument("--shards", type=Path, nargs="*", default=[], help="shard folders to pack")
+    parser.add_argument("--hf-limit-s", type=float, default=180, help="of each length's process")
+    parser.add_argument("--hf", type=int, help=argparse.SUPPRESS)  # that process
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("bench.step needs a CUDA GPU; `make bench-optimizer` runs on a CPU too")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    result = run(set(filter(None, options.skip.split(","))), options.shards)
+    skip = set(filter(None, options.skip.split(",")))
+    if options.hf:
+        hugging_face_here(options.hf, skip)
+        return
+    result = run(skip, options.shards, options.hf_limit_s)
     if options.json:
         h.emit(result)
 

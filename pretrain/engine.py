@@ -134,6 +134,7 @@ class LeanEngine(Engine):
     def _move_in(self, params: Sequence[nn.Parameter], dtype: torch.dtype) -> None:
         self._bucket_of = {p: b for b in self.buckets for p in b.params}
         self._main: dict[int, Tensor] = {}
+        me = weakref.ref(self)
         for p in params:
             at = self.places[id(p)]
             view = self.weights[at : at + p.numel()].view(p.shape)
@@ -149,7 +150,7 @@ class LeanEngine(Engine):
                 p.main_grad = self._main[id(p)]  # type: ignore[attr-defined]
                 p.main_grad_arrived = lambda b=bucket: self._count(b)  # type: ignore[attr-defined]
             # Autograd's hooks are out of the garbage collector's sight: nothing strong in them.
-            p.register_post_accumulate_grad_hook(lambda p, me=weakref.ref(self): me()._arrived(p))
+            p.register_post_accumulate_grad_hook(lambda p: me()._arrived(p))  # type: ignore
 
     def _make_shard(self, dtype: torch.dtype) -> Shard:
         """The masters keep what rounding to `dtype` takes away: from values that lie on the coarse

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -76,8 +79,21 @@ def test_accumulated_gradients_are_those_of_the_hooks():
     engine.backward(model(micro).mlm_sum, last=False)
     hooked = engine.grads.clone()
     engine.grads.zero_()
-    engine.accumulate(model(micro).mlm_sum)
+    engine.accumulate(model(micro).mlm_sum, last=False)
     assert hooked.norm() > 0 and torch.equal(engine.grads, hooked)
+
+
+def test_an_engine_that_is_let_go_frees_its_memory():
+    """Parameters, hooks and engine hold each other: the garbage collector must see all of it."""
+    model, pieces = build(TINY, kernels=plain, seed=1)
+    recipe = Recipe()
+    recipe.train.precision = "bf16"
+    engine = LeanEngine(recipe, model.train(), pieces, SINGLE, plain, torch.device("cpu"))
+    engine.backward(model(fixed_rows(16, 3, 64, device="cpu")).mlm_sum, last=True)
+    held = [weakref.ref(x) for x in (model, engine.weights, engine.grads, engine.shard.master)]
+    del model, pieces, engine
+    gc.collect()
+    assert [x() for x in held] == [None] * 4
 
 
 @pytest.mark.gpu
