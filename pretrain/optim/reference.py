@@ -57,7 +57,7 @@ class ReferenceLamb:
         c = self.config
         if not c.adapt_bias_and_norm and name not in self.decayed:
             return 1.0
-        weight_norm, update_norm = float(weight.norm()), float(update.norm())
+        weight_norm, update_norm = float(weight.double().norm()), float(update.double().norm())
         if weight_norm == 0 or update_norm == 0:
             return 1.0
         ratio = max(weight_norm / update_norm, c.trust_ratio_min)
