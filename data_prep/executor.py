@@ -14,13 +14,18 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from multiprocessing import connection, forkserver, get_context, parent_process
 from typing import Any, TypeVar
 
 from configs import Progress, UserError
+from configs.errors import refusal
 
 T = TypeVar("T")
-Task = Callable[[Any, Any], Any]
+Task = Callable[[Any, Any], Any]  # of a context and an item
+Guarded = Callable[[Any], Any]  # of an item; raises nothing but UserError
+Items = Sequence[Any]
+Sizes = Sequence[int]
 FAILED = 1
 
 
@@ -38,8 +43,8 @@ class Executor:
         self,
         function: Task,
         context: Any,
-        items: Sequence[Any],
-        sizes: Sequence[int],
+        items: Items,
+        sizes: Sizes,
         what: str,
         unit: str = "B",
     ) -> list[Any]:
@@ -48,10 +53,13 @@ class Executor:
         Raises:
             TaskFailed: one task failed; the others are stopped. UserError passes unchanged.
         """
+        return self._run(partial(_guarded, function, context), items, sizes, what, unit)
+
+    def _run(self, task: Guarded, items: Items, sizes: Sizes, what: str, unit: str) -> list[Any]:
         results = []
         with self._progress(sizes, what, unit) as bar:
             for item, size in zip(items, sizes):
-                results.append(_guarded(function, context, item))
+                results.append(task(item))
                 bar.update(size)
         return results
 
@@ -59,20 +67,27 @@ class Executor:
         """Runs on the lead alone; every rank gets the result."""
         return function()
 
-    def _progress(self, sizes: Sequence[int], what: str, unit: str) -> Progress:
+    def _progress(self, sizes: Sizes, what: str, unit: str) -> Progress:
         return Progress(max(sum(sizes), 1), what, unit, quiet=not self.is_lead or not sizes)
 
 
 def _guarded(function: Task, context: Any, item: Any) -> Any:
     try:
         return function(context, item)
-    except UserError:
-        raise
     except Exception as error:
-        raise TaskFailed(
-            f"{describe(item)}: {type(error).__name__}: {error}\n{traceback.format_exc()}",
-            "finished work is kept; mend the cause and run the same command again",
-        ) from None
+        raise _as_user_error(error, f"{describe(item)}: ") from None
+
+
+def _as_user_error(error: Exception, where: str = "") -> UserError:
+    """What ends the job: a mistake or a full disk in its own words, anything else with its trace."""
+    if isinstance(error, UserError):
+        return error
+    if isinstance(error, OSError) and (known := refusal(error)):
+        return known
+    return TaskFailed(
+        f"{where}{type(error).__name__}: {error}\n{traceback.format_exc()}",
+        "finished work is kept; mend the cause and run the same command again",
+    )
 
 
 def describe(item: Any) -> str:
@@ -95,18 +110,10 @@ class Processes(Executor):
         self._context.set_forkserver_preload(["data_prep.rows"])
         forkserver.ensure_running()
 
-    def map(
-        self,
-        function: Task,
-        context: Any,
-        items: Sequence[Any],
-        sizes: Sequence[int],
-        what: str,
-        unit: str = "B",
-    ) -> list[Any]:
+    def _run(self, task: Guarded, items: Items, sizes: Sizes, what: str, unit: str) -> list[Any]:
         count = min(self.workers, len(items))
         if count <= 1:
-            return super().map(function, context, items, sizes, what, unit)
+            return super()._run(task, items, sizes, what, unit)
         for _ in range(count):
             self._start()
         results: list[Any] = [None] * len(items)
@@ -115,7 +122,7 @@ class Processes(Executor):
         busy: dict[Any, int] = {}
         try:
             for pipe in self._processes:
-                pipe.send((function, context))
+                pipe.send(task)
                 busy[pipe] = waiting.pop()
                 pipe.send(items[busy[pipe]])
             with self._progress(sizes, what, unit) as bar:
@@ -175,16 +182,16 @@ def _worker(pipe: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     _end_with_parent()
     try:
-        function, context = pipe.recv()
+        task = pipe.recv()
         while True:
-            pipe.send(_outcome(function, context, pipe.recv()))
+            pipe.send(_outcome(task, pipe.recv()))
     except (EOFError, ConnectionError):
         return
 
 
-def _outcome(function: Task, context: Any, item: Any) -> tuple[str, Any]:
+def _outcome(task: Guarded, item: Any) -> tuple[str, Any]:
     try:
-        return "done", _guarded(function, context, item)
+        return "done", task(item)
     except TaskFailed as error:
         return "failed", (error.what, error.remedy)
     except UserError as error:
@@ -219,21 +226,13 @@ class Mpi(Executor):
         self.is_lead = self.rank == 0
         _check_world(self.workers)
 
-    def map(
-        self,
-        function: Task,
-        context: Any,
-        items: Sequence[Any],
-        sizes: Sequence[int],
-        what: str,
-        unit: str = "B",
-    ) -> list[Any]:
+    def _run(self, task: Guarded, items: Items, sizes: Sizes, what: str, unit: str) -> list[Any]:
         mine = deal(sizes, self.workers)[self.rank]
         try:
             with self._progress([sizes[i] for i in mine], f"{what} (rank 0)", unit) as bar:
                 results = []
                 for index in mine:
-                    results.append((index, _guarded(function, context, items[index])))
+                    results.append((index, task(items[index])))
                     bar.update(sizes[index])
         except (UserError, KeyboardInterrupt) as error:
             self.abort(error)
@@ -248,10 +247,10 @@ class Mpi(Executor):
         if self.is_lead:
             try:
                 value = function()
-            except (UserError, KeyboardInterrupt) as error:
+            except KeyboardInterrupt as error:
                 self.abort(error)
             except Exception as error:
-                self.abort(TaskFailed(f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
+                self.abort(_as_user_error(error))
         result: T = self.comm.bcast(value)
         return result
 

@@ -60,6 +60,10 @@ def refuse_three(context: Any, job: Job) -> int:
     return job.value
 
 
+def fill_the_disk(context: Any, job: Job) -> int:
+    return Path("/dev/full").write_text("x")
+
+
 def die_on_three(context: Any, job: Job) -> int:
     if job.value == 3:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -90,6 +94,13 @@ def test_a_users_mistake_comes_without_a_trace(executor: Executor) -> None:
     with pytest.raises(UserError) as error:
         executor.map(refuse_three, None, JOBS, [1] * 7, "jobs")
     assert (error.value.what, error.value.remedy) == ("file-3.txt: not text", "give text")
+
+
+@pytest.mark.parametrize("executor", [Executor(), Processes(2)])
+def test_a_full_disk_comes_without_a_trace(executor: Executor) -> None:
+    with pytest.raises(UserError) as error:
+        executor.map(fill_the_disk, None, JOBS, [1] * 7, "jobs")
+    assert "the disk is full" in error.value.remedy and "Traceback" not in error.value.what
 
 
 def test_a_killed_worker_is_named() -> None:
