@@ -149,21 +149,24 @@ def test_a_failed_command_shows_the_end_of_its_log(tmp_path: Path) -> None:
 
 
 def test_table_takes_the_mean_over_what_all_have(tmp_path: Path) -> None:
-    def leave(model: str, task: str, seed: int, **best: float) -> None:
-        file = tmp_path / "finetune" / model / task / str(seed) / "results.json"
+    def leave(model: str, task: str, seed: int, rate: float = 1e-4, **best: float) -> None:
+        file = tmp_path / "finetune" / model / task / f"{rate:g}-{seed}" / "results.json"
         file.parent.mkdir(parents=True)
-        file.write_text(json.dumps({"best": best}))
+        file.write_text(json.dumps({"best": best | {"lr": rate}}))
 
     for model, plus in (("ours", 6.0), ("rival", 0.0)):
         for seed in (1, 2):
             leave(model, "sst-2", seed, accuracy=80 + plus + seed)
+            leave(model, "sst-2", seed, 5e-5, accuracy=70 + plus + seed)
         leave(model, "mrpc", 1, f1=80 + plus, accuracy=60.0)
-    leave("ours", "rte", 1, accuracy=99.0)  # the rival's was not finished
+    leave("ours", "sst-2", 1, 2e-4, accuracy=99.0)  # the rival did not get to this rate
+    leave("ours", "rte", 1, accuracy=99.0)  # nor to this task
     table = collect(tmp_path / "finetune")
     assert table["ours"]["sst-2"] == {
         "mean": 87.5,
         "spread": pytest.approx(0.7071, abs=1e-3),
         "seeds": 2,
+        "rate": 1e-4,
     }
     assert table["rival"]["mean"] == (81.5 + 70.0) / 2
     assert table["ours"]["mean"] - table["rival"]["mean"] == 4.5
