@@ -18,9 +18,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    if reason := why_not():
+    if reason := why_not() or install():
         pytest.skip(reason)
-    install()
     mini = Cluster(tmp_path_factory.mktemp("slurm"))
     mini.do("start", "4")
     try:

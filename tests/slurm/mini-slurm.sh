@@ -98,7 +98,7 @@ port_free() { ! (exec 3<>"/dev/tcp/127.0.0.1/$1") 2>/dev/null; }
 IN_HEAD=()                                        # prefix that runs a command in the login node's netns
 set_head() { if [ "$NET" = ns ]; then IN_HEAD=(nsenter "--net=/run/netns/$NSID-0"); else IN_HEAD=(); fi; }
 set_head
-client() { timeout 5 "${IN_HEAD[@]}" "$@" </dev/null; }  # a SLURM client command
+client() { timeout 20 "${IN_HEAD[@]}" "$@" </dev/null; }  # a SLURM client command
 
 # ---- configuration ----
 write_conf() { # N
@@ -142,7 +142,7 @@ SlurmUser=root
 SlurmdUser=root
 # cred_expire is also how long a requeued job waits before it may start again (default: 120 s)
 AuthType=auth/munge
-AuthInfo=socket=$RUN/munge.socket,cred_expire=5
+AuthInfo=socket=$RUN/munge.socket,cred_expire=8
 StateSaveLocation=$S/state
 SlurmdSpoolDir=$S/spool/%n
 SlurmctldPidFile=$RUN/slurmctld.slurm-pid
@@ -253,7 +253,7 @@ start_munged() {
   # --force: accept a state dir below a group- or world-writable folder
   spawn munged munged -F --force --socket="$RUN/munge.socket" --key-file="$S/munge.key" \
     --pid-file="$RUN/munged.munge-pid" --seed-file="$S/munge.seed" --log-file="$LOG/munged.log"
-  await 10 munged munge -S "$RUN/munge.socket" -n
+  await "$START_TIMEOUT" munged munge -S "$RUN/munge.socket" -n
 }
 start_dbd() {
   [ "$DBD" = 1 ] || return 0
@@ -328,7 +328,7 @@ do_start() {
   echo "mini-slurm: $n nodes up; SLURM_CONF=$SLURM_CONF"
 }
 do_stop() {
-  local n jobs end=$((SECONDS + 10))
+  local n jobs end=$((SECONDS + 30))
   if pid_of slurmctld >/dev/null && pid_of munged >/dev/null; then
     # let the jobs end in order (SIGTERM, KillWait), so that the kept state has none running
     jobs=$(client squeue -h -o %A 2>/dev/null | sort -u) || jobs=''

@@ -90,10 +90,10 @@ def meet(env: dict, rank: int, world: int, timeout: float) -> list:
     address = (env["MASTER_ADDR"], int(env["MASTER_PORT"]) + beside)
     if rank == 0:
         server = socket.create_server(("", address[1]))
-        server.settimeout(30)
+        server.settimeout(120)
         peers = [server.accept()[0] for _ in range(world - 1)]
     else:
-        for _ in range(300):
+        for _ in range(1200):
             try:
                 peers = [socket.create_connection(address, timeout=30)]
                 break

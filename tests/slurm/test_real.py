@@ -72,7 +72,7 @@ def real(run: Run, books: Path) -> Run:
         ],
         "train": {"precision": "fp32", "eval_rows": 16, "threads": 1},
         "checkpoint": {"every": 20},
-        "guard": {"hang_timeout_s": 20},
+        "guard": {"hang_timeout_s": 60},
     }
     run.profile |= {
         "prep_nodes": 2,

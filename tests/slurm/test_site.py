@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from .mini import PATIENCE
+
 
 @pytest.mark.parametrize(
     ("change", "named"),
@@ -42,7 +44,7 @@ def test_b49_ranks_of_a_step_over_padded_and_mixed_names(cluster, repo):
         "print(json.dumps([os.environ['SLURM_JOB_NODELIST'], socket.gethostname(), d()]))"
     )
     text = cluster.run(
-        "srun", "-N4", "-n7", "-m", "block", sys.executable, "-c", code, cwd=repo, timeout=120
+        "srun", "-N4", "-n7", "-m", "block", sys.executable, "-c", code, cwd=repo, timeout=200
     )
     lines = [json.loads(line) for line in text.splitlines()]
     assert {line[0] for line in lines} == {"alpha,gpu[08-10]"}
@@ -96,7 +98,7 @@ def test_preflight_over_nodes_names_the_bad_one(cluster, repo, tmp_path):
         capture_output=True,
         text=True,
         cwd=repo,
-        timeout=120,
+        timeout=120 * PATIENCE,
     )  # fmt: skip
     assert done.returncode != 0
     assert "gpu09: torch is 0.1" in done.stderr or "alpha: torch is" in done.stderr
