@@ -15,7 +15,7 @@ from configs.schema import PhaseConfig
 from pretrain.checkpoint.folder import folder_of
 from pretrain.checks import Plan
 from pretrain.data.batches import Batches, GlobalBatch
-from pretrain.guard import LossGuard, StopSignals
+from pretrain.guard import LossGuard, StopSignals, TrainingStopped
 from pretrain.optim.budget import TimeBudget
 from pretrain.optim.lamb import Update
 from pretrain.optim.schedule import lr_at
@@ -195,14 +195,33 @@ class Trainer:
             self.save()
 
     def save(self) -> None:
-        """Starts a checkpoint of this moment (and waits for it if so configured)."""
+        """Starts a checkpoint of this moment (and waits for it if so configured).
+
+        Raises:
+            TrainingStopped: on all ranks, if a weight or a moment is not finite.
+        """
         run = self.run
         with run.watchdog.patience(SAVING_S):
+            self.refuse_damage()
             run.writer.save(run.step, run.engine.shard, self.meta())
             if not self.recipe.checkpoint.asynchronous:
                 run.writer.wait()
         self.saved = run.step
         run.telemetry.event(run.step, "checkpoint", stalled_s=run.writer.stalled_s)
+
+    def refuse_damage(self) -> None:
+        """The guard sees an update's loss and gradient before it is applied, so what the last one
+        did to the weights shows only here."""
+        run, shard = self.run, self.run.engine.shard
+        lowest, highest = zip(*(torch.aminmax(shard.tensor(kind)) for kind in shard.kinds))
+        damaged = (~torch.isfinite(torch.stack(lowest + highest))).any().float()
+        if self.plan.world > 1:
+            dist.all_reduce(damaged)
+        if damaged.item():
+            raise TrainingStopped(
+                f"update {run.step} left weights or moments that are not finite: not saved",
+                "the last checkpoint is from before; lower schedule.lr or lengthen the warmup",
+            )
 
     def meta(self) -> dict[str, Any]:
         """Everything besides tensors that going on bit for bit needs, and what it must match."""

@@ -5,6 +5,7 @@ WHAT is kind:number[:rank], for this process if its RANK is `rank` (default: any
     nan:7       the loss is NaN from update 7 on   nan:7-9    in updates 7 to 9
     hang:7      the process stops doing anything before update 7
     oom:7       GPU memory runs out in update 7     none:0    nothing happens
+    weights:7   update 7 leaves a weight that is NaN
 fp16 runs on the CPU here, as if a GPU had been found.
 """
 
@@ -48,6 +49,8 @@ def arm(what: str) -> None:
         if self.run.micro.armed and kind == "oom":  # type: ignore[attr-defined]
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
         update(self, *arguments)
+        if self.run.micro.armed and kind == "weights":  # type: ignore[attr-defined]
+            self.run.engine.shard.master[0] = float("nan")
 
     def half(path: Any, boxes: Any) -> Any:
         nonlocal saves

@@ -218,6 +218,17 @@ def test_nan_in_full_precision_stops_after_the_patience(whole, tmp_path):
     assert latest(run / "train").name == "step-00000005"
 
 
+@pytest.mark.parametrize(("step", "size"), [(10, 2), (36, 1)])
+def test_weights_that_an_update_made_nan_are_not_saved(whole, tmp_path, step, size):
+    """In the last update no later loss would show it; with two processes one alone has it."""
+    run = fresh(whole, tmp_path / "run")
+    codes = train(run, size=size, accident=f"weights:{step}:{size - 1}")
+    assert codes == [76] * size, output(run)
+    assert f"update {step} left weights or moments that are not finite" in output(run)
+    saved = (step - 1) // 5 * 5
+    assert latest(run / "train").name == f"step-{saved:08d}"
+
+
 def test_training_starts_from_weights_alone(whole, tmp_path):
     """An imported model in the run's own folder, or in another that checkpoint.init_from names."""
     run, other = fresh(whole, tmp_path / "run"), fresh(whole, tmp_path / "other")
