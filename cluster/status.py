@@ -1,4 +1,7 @@
-"""`python -m cluster status RUN`: one screen about a submitted run; needs neither slurmdbd nor sacct."""
+"""`python -m cluster status RUN`: one screen about a run; needs neither slurmdbd nor sacct.
+
+A run that was started without SLURM has no jobs to show, but its training is shown all the same.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from cluster.slurm import client
 from configs import UserError
 from configs.console import duration
 
+LOG = "log.jsonl"
 LOG_TAIL_BYTES = 200_000
 ENDED_BADLY = (
     "FAILED",
@@ -52,21 +56,28 @@ def main(argv: list[str]) -> int | None:
 
 
 def find_run(text: str) -> Path:
-    """The work_dir meant by `text`; raises UserError when nothing was submitted there."""
+    """The work_dir meant by `text`; raises UserError when nothing was submitted or trained there."""
     for folder in (Path(text), Path(text).parent, Path("runs") / text):
-        if (folder / "slurm" / "chain.json").is_file():
+        if (folder / "slurm" / "chain.json").is_file() or (folder / "train" / LOG).is_file():
             return folder
     raise UserError(
-        f"{text}: no chain of jobs was submitted there (slurm/chain.json is missing)",
+        f"{text}: neither slurm/chain.json nor train/{LOG} is there: nothing submitted, nothing trained",
         "give the run's work_dir; python -m cluster submit RECIPE --profile SITE starts one",
     )
 
 
 def screen(folder: Path) -> str:
     """The whole screen as text."""
-    slurm = folder / "slurm"
-    chain = json.loads((slurm / "chain.json").read_text())
-    jobs, trouble = [], ""
+    record = folder / "slurm" / "chain.json"
+    if not record.is_file():
+        lines = [str(folder), "", "no jobs are known: this run was not submitted with SLURM", ""]
+        return "\n".join([*lines, *progress(folder)]) + "\n"
+    return "\n".join(chain_screen(folder, json.loads(record.read_text()))) + "\n"
+
+
+def chain_screen(folder: Path, chain: dict[str, Any]) -> list[str]:
+    """The jobs of a submitted chain, its training, and why it stopped."""
+    slurm, jobs, trouble = folder / "slurm", [], ""
     for job in chain["jobs"]:
         try:
             jobs.append(job_status(slurm, job["name"], job["id"]))
@@ -90,7 +101,7 @@ def screen(folder: Path) -> str:
         lines += ["", f"last lines of {slurm / failed.name}.log:"]
         lines += ["  " + line for line in tail(slurm / f"{failed.name}.log")[-12:]]
         lines += ["", f"mend the cause, then the same command goes on: {chain['command']}"]
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def job_status(slurm: Path, name: str, job_id: str) -> JobStatus:
@@ -132,7 +143,7 @@ def from_files(slurm: Path, name: str, job_id: str) -> JobStatus:
 def progress(folder: Path) -> list[str]:
     """Step, loss, speed and ETA from the trainer's log."""
     records = []
-    for line in tail(folder / "train" / "log.jsonl"):
+    for line in tail(folder / "train" / LOG):
         try:
             records.append(json.loads(line))
         except ValueError:
@@ -157,7 +168,15 @@ def progress(folder: Path) -> list[str]:
             f"  held out at {evals[-1]['step']}: "
             + ", ".join(f"{k} {v:.4g}" for k, v in shown.items())
         )
+    if saved := checkpoints(folder):
+        lines.append(f"  last checkpoint: {saved[-1]}")
     return lines
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Complete checkpoints, oldest first (names are step-00001000; checkpoint.json comes last)."""
+    found = (folder / "train" / "checkpoints").glob("step-*[0-9]/checkpoint.json")
+    return sorted((path.parent for path in found), key=lambda p: int(p.name.removeprefix("step-")))
 
 
 def seconds_per_update(updates: list[dict[str, Any]]) -> float:
@@ -172,8 +191,10 @@ def seconds_per_update(updates: list[dict[str, Any]]) -> float:
 
 
 def total_updates(folder: Path) -> int:
-    """Updates of all phases of the recipe as submitted."""
-    recipe = yaml.safe_load((folder / "slurm" / "recipe.yaml").read_text())
+    """Updates of all phases of the recipe as submitted, or as the training noted it."""
+    submitted = folder / "slurm" / "recipe.yaml"
+    noted = folder / "train" / "recipe.json"  # JSON is YAML
+    recipe = yaml.safe_load((submitted if submitted.is_file() else noted).read_text())
     return sum(phase["steps"] for phase in recipe["phases"])
 
 

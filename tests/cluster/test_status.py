@@ -25,21 +25,32 @@ def run(tmp_path, monkeypatch):
     return slurm.parent
 
 
+def write_training(work, steps, last="", every=10):
+    """Log, recipe and checkpoints of `steps` updates of two seconds, the last one two seconds ago."""
+    train, now = work / "train", time.time()
+    train.mkdir(parents=True)
+    with (train / "log.jsonl").open("w") as log:
+        for step in range(1, steps + 1):
+            line = {"kind": "train", "step": step, "loss": 9 - step / 10, "lr": 1e-3}
+            line |= {"tokens_per_s": 1234.0, "time": now - 2 * (steps + 1 - step)}
+            log.write(json.dumps(line) + "\n")
+        log.write(last)
+    for step in range(every, steps + 1, every):
+        (train / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
+        (train / "checkpoints" / f"step-{step:08d}" / "checkpoint.json").touch()
+    (train / "checkpoints" / "step-00000099").mkdir()  # not complete
+    (train / "recipe.json").write_text('{"phases": [{"steps": 100}, {"steps": 50}]}')
+
+
 def test_one_screen_from_files_alone(run):
-    slurm, now = run / "slurm", time.time()
+    slurm = run / "slurm"
     (slurm / "train-a.lives").write_text(
         "2026-01-01T00:00:00 job=8 life=0 step=0 started on n1\n"
         "2026-01-01T00:00:00 job=8 life=1 step=40 started on n1\n"
         "2026-01-01T00:00:00 job=8 life=1 step=40 stopped rc=77: failed twice at step 40\n"
     )
     (slurm / "train-a.log").write_text("".join(f"line {n}\n" for n in range(100)))
-    (run / "train").mkdir()
-    with open(run / "train" / "log.jsonl", "w") as log:
-        for step in range(1, 41):
-            line = {"kind": "train", "step": step, "loss": 9 - step / 10, "lr": 1e-3}
-            line |= {"tokens_per_s": 1234.0, "time": now - 2 * (41 - step)}
-            log.write(json.dumps(line) + "\n")
-        log.write('{"kind": "train", "step": 41, "lo')  # being written
+    write_training(run, 40, last='{"kind": "train", "step": 41, "lo')  # being written
     screen = status.screen(run)
     assert len(screen.splitlines()) <= 40
     for text in (
@@ -49,6 +60,7 @@ def test_one_screen_from_files_alone(run):
         "update 40/150 (27%), loss 5.0000",
         "1,234 tokens/s",
         "ETA 3:40",
+        "last checkpoint: " + str(run / "train" / "checkpoints" / "step-00000040"),
         "line 99",
         "python -m cluster submit r",
     ):
@@ -60,6 +72,21 @@ def test_before_the_first_update(run):
     assert "no update yet" in status.screen(run)
 
 
-def test_a_run_that_was_never_submitted(tmp_path):
-    with pytest.raises(UserError, match="no chain of jobs"):
+def test_a_run_without_slurm_shows_its_training(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    work = tmp_path / "runs" / "mine"
+    write_training(work, 25)
+    assert status.find_run("mine").absolute() == work
+    assert status.find_run(str(work / "train")) == work
+    screen = status.screen(work)
+    for text in (
+        "no jobs are known",
+        "update 25/150 (17%), loss 6.5000, lr 0.001, 1,234 tokens/s, ETA 4:10",
+        "last checkpoint: " + str(work / "train" / "checkpoints" / "step-00000020"),
+    ):
+        assert text in screen, text
+
+
+def test_where_nothing_was_submitted_or_trained(tmp_path):
+    with pytest.raises(UserError, match="nothing submitted, nothing trained"):
         status.find_run(str(tmp_path))
