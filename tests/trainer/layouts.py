@@ -35,9 +35,11 @@ class Layout:
     precision: str = "fp32"
     sequence: bool = False
     recompute: bool = False
+    recorded: bool = False  # the backward pass without hooks, as a CUDA graph records it
 
     def __str__(self) -> str:
         extra = ("-sp" if self.sequence else "") + ("-recompute" if self.recompute else "")
+        extra += "-recorded" if self.recorded else ""
         shape = f"tp{self.tp}-dp{self.dp}-z{self.zero}-x{self.accumulate}"
         return f"{self.engine}-{shape}-{self.precision}{extra}"
 
@@ -188,6 +190,8 @@ def train(
     optimizer: OptimizerConfig = OPTIMIZER,
 ):
     engine = engine or make_engine(layout, groups, optimizer)
+    if layout.recorded:
+        engine.warm_up()
     losses, norms = [], []
     for update in range(start, start + updates):
         rows = update_rows(update)
@@ -196,7 +200,11 @@ def train(
         parts = micros(rows, groups.dp_rank, groups.dp, layout.accumulate)
         for number, micro in enumerate(parts):
             loss = loss_of(engine.model(micro), masked, len(rows))
-            engine.backward(loss, number == len(parts) - 1)
+            last = number == len(parts) - 1
+            if layout.recorded:
+                engine.accumulate(loss * engine.loss_scale, last)
+            else:
+                engine.backward(loss, last)
             total += loss.detach()
         if groups.dp > 1:
             dist.all_reduce(total, group=groups.dp_group)
