@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from fnmatch import fnmatch
 from glob import glob
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ RANGE_BYTES = 32 << 20  # raw text of one unit of work, about
 SMALL_UNIT = 6 << 20  # of a unit put together from small files, so that a few MB use all cores
 HASH_CHUNK = 64 << 20
 TO_THE_END = -1
+# text-00003-of-00005.parquet, also with the hash that older data sets have before the dot.
+_NUMBERED = re.compile(r"(.*?)(\d{5})-of-(\d{5})(?:-[0-9a-f]{8,})?((?:\.[^/]*)?)")
 
 
 @dataclass
@@ -148,7 +152,36 @@ def find_files(config: SourceConfig, suffixes: Sequence[str], looks_like: str) -
         )
     for file in wanted:
         check_file(file, where)
+    if not path.is_file():
+        check_numbered([str(file) for file in wanted], ["*" if path.is_dir() else str(path)], where)
     return wanted
+
+
+def check_numbered(names: Iterable[str], patterns: Sequence[str], where: str) -> None:
+    """Refuses a set of files numbered I-of-N that lacks some which one of `patterns` would have taken."""
+    there: dict[tuple[str, int, str], set[int]] = {}
+    for name in names:
+        if match := _NUMBERED.fullmatch(name):
+            there.setdefault((match[1], int(match[3]), match[4]), set()).add(int(match[2]))
+    missing = []
+    for (start, count, end), numbers in there.items():
+        first = int(0 not in numbers and count in numbers)  # most count from 0, some from 1
+        absent = sorted(set(range(first, first + count)) - numbers)
+        names = [f"{start}{number:05d}-of-{count:05d}{end}" for number in absent]
+        missing += [name for name in names if any(matches(name, p) for p in patterns)]
+    if missing:
+        more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
+        raise UserError(
+            f"{where}: of the numbered files {', '.join(missing[:4])}{more} {'are' if missing[1:] else 'is'}"
+            " missing",
+            "download again what is missing; for a part of the set on purpose, name its files in the"
+            " path: .../text-0000[0-3]-of-00041.parquet",
+        )
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a glob takes a file's name; ** stands for any number of folders, none included."""
+    return fnmatch(name, pattern) or fnmatch(name, pattern.replace("**/", ""))
 
 
 def check_file(file: Path, where: str) -> None:

@@ -9,37 +9,19 @@ from collections import Counter
 from collections.abc import Iterator
 
 from configs.errors import UserError
-from data_prep.sources.base import (
-    RANGE_BYTES,
-    Document,
-    Piece,
-    Range,
-    Source,
-    cut_bytes,
-    group_files,
-)
+from data_prep.sources.base import Document, Piece, Range
 from data_prep.sources.prose import without_titles
-from data_prep.sources.streams import blocks_between, can_cut, chunks_of, decode, lines_of
-from data_prep.sources.text import windows
+from data_prep.sources.streams import blocks_between, chunks_of, decode, lines_of
+from data_prep.sources.text import LineSource, windows
 
 _ATTRIBUTE = re.compile(r'(\w+)="(.*?)"(?=\s+\w+=|\s*$)')
 
 
-class ExtractedSource(Source):
+class ExtractedSource(LineSource):
     """Articles that WikiExtractor has already turned to text."""
 
     suffixes = ("",)
     looks_like = "WikiExtractor output (wiki_00 files with <doc ...> blocks, or its --json lines)"
-
-    def plan(self) -> list[tuple[list[Piece], int]]:
-        units: list[tuple[list[Piece], int]] = []
-        small = []
-        for file in self.files():
-            if can_cut(file) and file.suffix != ".bz2" and file.stat().st_size > RANGE_BYTES:
-                units += cut_bytes(file, RANGE_BYTES)
-            else:
-                small.append(file)
-        return units + group_files(small)
 
     def documents(self, unit: Range, dropped: Counter[str]) -> Iterator[Document]:
         for piece in unit.pieces:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -17,7 +16,7 @@ import yaml
 
 from configs.errors import UserError
 from configs.schema import SourceConfig
-from data_prep.sources.base import check_file, files_below, find_files
+from data_prep.sources.base import check_file, check_numbered, files_below, find_files, matches
 
 FORMATS = (
     (".parquet",),
@@ -28,6 +27,7 @@ FORMATS = (
 SUFFIXES = tuple(suffix for group in FORMATS for suffix in group)
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[\w.-]+)?")
 _SPLIT = re.compile(r"(?:^|[/_.-])(train|test|validation|valid|dev|eval)(?=[/_.-]|\d|$)")
+PARQUET_COPY = "refs/convert/parquet"  # the hub makes one of sets that need a script
 LOOKS_LIKE = "a data set's name on the hub, or parquet, arrow, jsonl or text files"
 
 
@@ -65,16 +65,18 @@ def choose(names: Sequence[str], readme: str, config: SourceConfig) -> list[str]
     where = f"source {config.name or config.path!r} (kind: hub)"
     data = [name for name in names if name.lower().endswith(SUFFIXES)]
     if not data:
-        script = f"{config.path.rsplit('/', 1)[-1]}.py"
-        if script in names:
+        scripts = [name for name in names if name.endswith(".py") and "/" not in name]
+        if scripts:
             raise UserError(
-                f"{where}: {config.path} is a script data set, which datasets >= 4 refuses to run",
-                "set revision: refs/convert/parquet on this source (the hub's parquet copy of it)",
+                f"{where}: {config.path} is a script data set ({scripts[0]}), which datasets >= 4 "
+                "refuses to run",
+                f"set revision: {PARQUET_COPY} on this source (the hub's parquet copy of it)",
             )
         raise UserError(f"{where}: no data files in {config.path}", f"it reads {LOOKS_LIKE}")
-    listed = _readme_configs(readme)
+    listed, patterns = _readme_configs(readme), ["*"]
     if listed:
-        data = _listed_files(data, listed, config, where)
+        patterns = _listed_patterns(listed, config, where)
+        data = [name for name in data if any(_matches(name, p) for p in patterns)]
     else:
         if config.config:
             inside = [name for name in data if config.config in PurePosixPath(name).parts[:-1]]
@@ -88,6 +90,7 @@ def choose(names: Sequence[str], readme: str, config: SourceConfig) -> list[str]
     for group in FORMATS:
         found = sorted(name for name in data if name.lower().endswith(group))
         if found:
+            check_numbered(found, patterns, where)
             return found
     raise UserError(f"{where}: no data files of split {config.split!r}", f"it reads {LOOKS_LIKE}")
 
@@ -104,9 +107,7 @@ def _readme_configs(readme: str) -> list[dict[str, Any]]:
     return [one for one in configs or [] if isinstance(one, dict) and one.get("data_files")]
 
 
-def _listed_files(
-    data: list[str], listed: list[dict[str, Any]], config: SourceConfig, where: str
-) -> list[str]:
+def _listed_patterns(listed: list[dict[str, Any]], config: SourceConfig, where: str) -> list[str]:
     names = [str(one.get("config_name", "default")) for one in listed]
     if config.config:
         wanted = [one for one in listed if one.get("config_name") == config.config]
@@ -125,17 +126,15 @@ def _listed_files(
         if entry.get("split", "train") == config.split:
             path = entry["path"]
             patterns += [path] if isinstance(path, str) else list(path)
+    patterns = [pattern.removeprefix("./") for pattern in patterns]
     if not patterns:
         splits = ", ".join(str(entry.get("split", "train")) for entry in files)
         raise UserError(f"{where}: no split {config.split!r}", f"splits: {splits}")
-    return [name for name in data if any(_matches(name, pattern) for pattern in patterns)]
+    return patterns
 
 
 def _matches(name: str, pattern: str) -> bool:
-    pattern = pattern.removeprefix("./")
-    if name.startswith(pattern.rstrip("/") + "/"):
-        return True
-    return fnmatch(name, pattern) or fnmatch(name, pattern.replace("**/", ""))
+    return name.startswith(pattern.rstrip("/") + "/") or matches(name, pattern)
 
 
 def _of_split(data: list[str], config: SourceConfig, where: str) -> list[str]:
@@ -168,11 +167,19 @@ def _from_hub(config: SourceConfig) -> list[str]:
             cached = _cached(name, revision)
             if cached is None:
                 option = f" --revision {revision}" if revision else ""
+                script = (
+                    ""
+                    if revision
+                    else (
+                        "; a set that is a script, as bookcorpus, has a parquet copy: "
+                        f"revision: {PARQUET_COPY} on this source, --revision {PARQUET_COPY} there"
+                    )
+                )
                 raise UserError(
                     f"{where}: {name}{at} is neither a local path nor downloaded, "
                     "and the hub is not reachable",
                     "check the path, or download it first: "
-                    f"hf download {name} --repo-type dataset{option}",
+                    f"hf download {name} --repo-type dataset{option}{script}",
                 )
             return resolve(_at(config, str(cached)))
         readme = ""

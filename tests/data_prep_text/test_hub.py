@@ -221,9 +221,21 @@ def test_sets_by_name_downloaded_streamed_and_offline(tmp_path) -> None:
     assert answers[6]["texts"] == [["A line."]]
     # The same sets from the cache: by the offline switch, and with nobody at the address.
     for environment in ({"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": address}):
-        again = ask([wikipedia, converted, {"path": "no/such"}], HF_HOME=home, **environment)
-        assert [a.get("texts") for a in again] == [[["A text."]], [["one .", "two ."]], None]
+        again = ask([wikipedia, converted, {"path": "no/such"}, books], HF_HOME=home, **environment)
+        assert [a.get("texts") for a in again] == [[["A text."]], [["one .", "two ."]], None, None]
         assert "the hub is not reachable" in again[2]["error"]
+        assert "revision: refs/convert/parquet" in again[3]["error"]
+
+
+def test_a_readme_may_name_a_part_of_a_numbered_set(tmp_path) -> None:
+    for number in (0, 1):
+        put(tmp_path / f"data/train-{number:05d}-of-00004.parquet", [f"text {number}"])
+    head = "---\nconfigs:\n- config_name: default\n  data_files: data/train-0000{}-of-*\n---\n"
+    (tmp_path / "README.md").write_text(head.format("[0-1]"))
+    assert texts(tmp_path) == ["text 0", "text 1"]
+    (tmp_path / "README.md").write_text(head.format("[0-2]"))
+    with pytest.raises(UserError, match=r"train-00002-of-00004\.parquet is missing"):
+        texts(tmp_path)
 
 
 def test_units_of_small_files_depend_on_files_alone(tmp_path, monkeypatch) -> None:

@@ -107,6 +107,30 @@ def test_links_are_followed_and_broken_ones_named(tmp_path) -> None:
         read("hub", folder)  # a snapshot in the hub's cache is a folder of links
 
 
+@pytest.mark.parametrize("kind", ["text", "hub"])
+def test_a_missing_file_of_a_numbered_set_is_named(tmp_path, kind) -> None:
+    for n in (0, 1, 2, 4):
+        (tmp_path / f"text-{n:05d}-of-00005.txt").write_text("A.\n")
+    (tmp_path / "other-00002-of-00002.txt").write_text("B.\n")  # counts from 1
+    for path in (tmp_path, tmp_path / "*.txt", tmp_path / "*-of-0000?.txt"):
+        with pytest.raises(UserError) as error:
+            read(kind, path)
+        assert "text-00003-of-00005.txt are missing" in error.value.what
+        assert "other-00001-of-00002.txt" in error.value.what and error.value.remedy
+    # On purpose: a file by its name, or a glob that would not have taken the missing ones.
+    for path, count in (("text-00004-of-00005.txt", 1), ("text-0000[0-2]-of-*.txt", 3)):
+        assert len(read(kind, tmp_path / path)[0]) == count
+    for name in ("text-00003-of-00005.txt", "other-00001-of-00002.txt"):
+        (tmp_path / name).write_text("C.\n")
+    assert len(read(kind, tmp_path)[0]) == 7
+
+
+def test_names_that_only_look_numbered(tmp_path) -> None:
+    for name in ("lives-volume-1-of-3.txt", "2001-of-12345.txt", "a-00000-of-00001-0fa3b2c1.txt"):
+        (tmp_path / name).write_text("A.\n")
+    assert len(read("text", tmp_path)[0]) == 3
+
+
 def test_a_folder_without_rights_is_named(tmp_path, monkeypatch) -> None:
     (tmp_path / "in" / "shut").mkdir(parents=True)
     (tmp_path / "in" / "a.txt").write_text("A.\n")
