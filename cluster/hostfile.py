@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int | None:
         f"  {common} --force_multi --launcher openmpi --launcher_args='-x MASTER_ADDR={first}' {tail}"
     )
     say(
-        f"  deepspeed --hostfile {arguments.output} --launcher pdsh {tail}    (ssh between the nodes)"
+        f"  deepspeed --hostfile {arguments.output} --launcher pdsh {tail}  # over ssh between the nodes"
     )
     return None
 

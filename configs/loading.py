@@ -79,7 +79,8 @@ def _load(schema: type[T], path: Path, overrides: Sequence[str]) -> T:
         if not sign or not key or key.startswith("-"):
             raise UserError(f"override {text!r} is not key=value", "for example train.stop_at=100")
         try:
-            layers.append((f"override {text!r}", _nest(key.split("."), yaml.safe_load(value))))
+            given = yaml.safe_load(value) if value else ""  # `key=` empties a text
+            layers.append((f"override {text!r}", _nest(key.split("."), given)))
         except yaml.YAMLError as error:
             raise UserError(f"override {text!r}: {error}", "quote the value") from None
     return _build(schema, layers)

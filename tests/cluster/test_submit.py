@@ -1,6 +1,7 @@
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,8 @@ from cluster.slurm.chain import build_chain, seconds_of
 from cluster.slurm.client import count_gpus
 from cluster.slurm.render import work_key
 from configs import UserError, load_profile, load_recipe
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -78,6 +81,62 @@ def test_what_a_profile_says_is_in_the_scripts(capsys, recipe, profile):
         assert line in scripts["train-one"], line
     assert "--mpi=pmix" in scripts["prep"]
     assert "prep.executor=mpi" in scripts["prep"]
+
+
+def srun_calls(script, folder):
+    """Runs a script's shell text; the words of each of its srun commands, as srun would get them."""
+    srun = folder / "srun"
+    srun.write_text(f'#!/bin/bash\nprintf "%s\\n" "$@" END >> "{folder}/calls"\n')
+    srun.chmod(0o755)
+    env = {"PATH": f"{folder}:/usr/bin:/bin", "SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n1"}
+    subprocess.run(["bash"], input=script, text=True, check=True, env=env, timeout=60)
+    return [
+        call.strip("\n").split("\n") for call in (folder / "calls").read_text().split("END\n")[:-1]
+    ]
+
+
+@pytest.fixture
+def in_work_dir(recipe, tmp_path, monkeypatch):
+    """Scripts write their events below work_dir, from a folder with a blank in its name."""
+    (tmp_path / "my run" / "slurm").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "my run")
+    return tmp_path
+
+
+def test_pyxis_gets_the_options_it_documents(capsys, recipe, in_work_dir):
+    # Of `srun --help` with pyxis 0.20; an unknown one would end the job at once.
+    known = {"image", "mounts", "workdir"}
+    script = dry_run(capsys, recipe, "gpu-container")["train-one"]
+    calls = srun_calls(script, in_work_dir)
+    assert len(calls) == 2  # preflight and training
+    for words in calls:
+        options = words[: words.index("python3")]
+        assert all(word.startswith("--") for word in options), options
+        ours = dict(
+            w.removeprefix("--container-").split("=", 1)
+            for w in options
+            if w.startswith("--container-")
+        )
+        assert set(ours) == known
+        assert re.fullmatch(r"/[^:]+\.sqsh", ours["image"])
+        assert re.fullmatch(r"/[^:,]+:/[^:,]+(:[a-z+]+)?", ours["mounts"])
+        assert ours["workdir"] == str(in_work_dir / "my run")
+        assert "--no-container-mount-home" in options
+    assert calls[1][calls[1].index("python3") :][:4] == ["python3", "-m", "pretrain", "train"]
+
+
+def test_apptainer_runs_each_task_in_the_image(capsys, recipe, in_work_dir):
+    comment = (ROOT / "configs/profiles/gpu-container.yaml").read_text()
+    container = re.search(r"container: (apptainer .*)", comment)[1]
+    change = ["--set", "srun_options=", "--set", f"container={container}"]
+    script = dry_run(capsys, recipe, "gpu-container", *change)["train-one"]
+    for words in srun_calls(script, in_work_dir):
+        start = words.index("apptainer")
+        assert all(word.startswith("--") for word in words[:start])
+        # apptainer exec [options] IMAGE COMMAND: --nv shows the GPUs, --bind a folder of the host
+        assert words[start:][:5] == ["apptainer", "exec", "--nv", "--bind", "/lustre"]
+        assert words[start + 5].endswith(".sif")
+        assert words[start + 6 : start + 8] == ["python3", "-m"]
 
 
 @pytest.mark.parametrize("starter", ["torchrun", "deepspeed"])

@@ -10,7 +10,7 @@ from typing import get_type_hints
 
 import pytest
 
-from configs import Recipe, UserError, load_recipe
+from configs import Recipe, UserError, load_profile, load_recipe
 from configs.loading import from_dict, to_dict
 from configs.model import PRESETS, ModelConfig, padded_vocab, parameter_count, resolve_model
 
@@ -22,6 +22,12 @@ def test_every_shipped_recipe_loads_and_survives_a_round_trip(path):
     recipe = load_recipe(path)
     assert from_dict(Recipe, to_dict(recipe)) == recipe
     resolve_model(recipe.model, vocab_size=30522)
+
+
+def test_a_text_is_emptied_by_an_override():
+    assert load_profile("gpu-container", ["srun_options="]).srun_options == ""
+    with pytest.raises(UserError, match="nodes"):
+        load_profile("gpu-container", ["nodes="])
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ import yaml
 
 HERE = Path(__file__).resolve().parent
 REPO = HERE.parent.parent
-PACKAGES = ["slurm-wlm", "munge", "libpmix-dev"]  # libpmix-dev: srun --mpi=pmix loads libpmix.so
+# libpmix-dev: srun --mpi=pmix loads libpmix.so
+PACKAGES = ["slurm-wlm", "munge", "libpmix-dev", "pdsh"]
 # Deadlines below are what two quiet cores need at most; a loaded or slow machine gets this much more.
 PATIENCE = 4
 # A node is a set of namespaces, and SLURM takes only character devices for GPUs.
@@ -40,9 +41,9 @@ def why_not() -> str:
 
 
 def is_installed() -> bool:
-    """SLURM, munge and PMIx are here."""
+    """SLURM, munge, PMIx and pdsh are here."""
     pmix = any(Path("/usr/lib").glob("*/pmix2/lib/libpmix.so"))
-    return pmix and all(map(shutil.which, ("slurmctld", "slurmd", "munged")))
+    return pmix and all(map(shutil.which, ("slurmctld", "slurmd", "munged", "pdsh")))
 
 
 def install() -> str:

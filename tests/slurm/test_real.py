@@ -177,17 +177,28 @@ def test_b19_a_prep_that_fails_ends_at_once_and_says_why(quiet, new_run, tmp_pat
     assert "stopped rc=2" in run.lives("prep")
 
 
-@pytest.mark.parametrize("launcher", ["slurm", "openmpi"])
+# pdsh calls this: a node of the allocation, reached by srun where a site has ssh.
+SSH = """#!/bin/bash
+while [[ $1 == -* ]]; do case $1 in -o | -l | -p) shift 2 ;; *) shift ;; esac; done
+node=$1; shift
+exec srun --overlap --nodes=1 --ntasks=1 --ntasks-per-node=1 --nodelist="$node" bash -c "$*" < /dev/null
+"""
+
+
+@pytest.mark.parametrize("launcher", ["slurm", "openmpi", "pdsh"])
 def test_deepspeed_launcher_starts_two_by_two(quiet, repo, tmp_path, launcher):
     """With the command line that `cluster hostfile` prints."""
     quiet.wait_state("prep", "COMPLETED", seconds=200)
     work, log, script = tmp_path / "work", tmp_path / "log", tmp_path / "job.sh"
     for name in ("vocab", "shards"):
         shutil.copytree(quiet.work / name, work / name)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "ssh").write_text(SSH)
+    (tmp_path / "bin" / "ssh").chmod(0o755)
     recipe = f"{quiet.folder}/recipe.yaml work_dir={work} train.stop_at=4 parallel.tp=2"
     script.write_text(
         "#!/bin/bash\nset -e\n"
-        f"export PATH={Path(sys.executable).parent}:$PATH OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu\n"
+        f"export PATH={tmp_path}/bin:{Path(sys.executable).parent}:$PATH OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu\n"
         "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1  # only this test is root\n"
         f"cd {repo}\n"
         f"python -m cluster hostfile --slots 2 -o {tmp_path}/hosts > {tmp_path}/said\n"
