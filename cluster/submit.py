@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ from cluster.slurm import client
 from cluster.slurm.chain import Job, build_chain
 from cluster.slurm.render import render, work_key
 from configs import UserError, load_profile, load_recipe, say
+from configs.files import publish_text
 from configs.loading import to_dict
 from configs.schema import Profile, Recipe
 
@@ -88,23 +88,14 @@ def _write(folder: Path, recipe: Recipe, scripts: dict[str, str]) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         text = yaml.safe_dump(to_dict(recipe), sort_keys=False, allow_unicode=True)
-        _publish(folder / "recipe.yaml", "# The recipe as submitted, all keys.\n" + text)
+        publish_text(folder / "recipe.yaml", "# The recipe as submitted, all keys.\n" + text)
         for name, script in scripts.items():
-            _publish(folder / f"{name}.sbatch", script)
+            publish_text(folder / f"{name}.sbatch", script)
     except OSError as error:
         raise UserError(
             f"the run folder {folder} cannot be written: {error.strerror}",
             "choose a work_dir on a disk that all nodes share and you may write to",
         ) from None
-
-
-def _publish(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 def _queue(
@@ -130,7 +121,7 @@ def _queue(
         "command": shlex.join([Path(sys.executable).name, "-m", "cluster", "submit", *argv]),
         "jobs": [{"name": job.name, "id": ids.get(job.name, "")} for job in jobs],
     }
-    _publish(folder / "chain.json", json.dumps(record, indent=1) + "\n")
+    publish_text(folder / "chain.json", json.dumps(record, indent=1) + "\n")
     for job in jobs:
         state = f"job {ids[job.name]}" if job.name in ids else "finished before"
         say(f"{job.name:<20} {state:<16} {folder / job.name}.sbatch")

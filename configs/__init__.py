@@ -1,7 +1,8 @@
 """What the three rooms share: typed recipes, clear errors, progress on a terminal or in a log."""
 
 from configs.console import Progress, say
-from configs.errors import UserError, make_folder, run_cli
+from configs.errors import UserError, run_cli
+from configs.files import make_folder
 from configs.loading import load_profile, load_recipe
 from configs.schema import Recipe
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 USER_ERROR_EXIT = 2
 # Exit codes of `python -m pretrain train`, which schedulers and scripts may act on.
@@ -49,20 +48,6 @@ def refusal(error: OSError) -> UserError | None:
         return None
     where = f"{error.filename}: " if error.filename else ""
     return UserError(f"{where}{error.strerror}", remedy)
-
-
-def make_folder(folder: Path) -> Path:
-    """Makes a folder and those above it, as needed.
-
-    Raises:
-        UserError: the folder and why it cannot be made: below a file, no rights, /proc, read-only.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        remedy = _REFUSED.get(error.errno or 0, "choose another place (work_dir=...)")
-        raise UserError(f"{folder}: cannot be made ({error.strerror})", remedy) from None
-    return folder
 
 
 def run_cli(main: Callable[[], int | None]) -> None:

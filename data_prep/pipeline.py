@@ -10,17 +10,17 @@ work_dir/shards/<set>/.build/ rows of a set; both are removed when they are no l
 
 from __future__ import annotations
 
-import fcntl
 import json
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 
 from configs import Recipe, UserError, make_folder, say
+from configs.files import lock_folder
 from data_prep.arrays import load_arrays
 from data_prep.documents import (
     DOCUMENTS_PER_BUCKET,
@@ -70,7 +70,7 @@ def build_recipe(recipe: Recipe, names: list[str], executor: Executor) -> list[P
     """
     plan = executor.once(lambda: make_plan(recipe, names))
     shards = Path(recipe.work_dir) / "shards"
-    with _lock(shards) if executor.is_lead else nullcontext():
+    with lock_folder(shards, "build") if executor.is_lead else nullcontext():
         todo = executor.once(lambda: [n for n in names if not _finished(plan, n)])
         if todo:
             counts = _documents(plan, todo, executor)
@@ -115,21 +115,6 @@ def make_plan(recipe: Recipe, names: list[str]) -> Plan:
     context = Context(recipe.sources, recipe.prep, vocab, folder, len(units))
     described = described | {"word_start": pack_bools(tokenizer.word_start)}
     return Plan(recipe, context, units, sources, settings, described)
-
-
-def _lock(folder: Path) -> TextIO:
-    """One build at a time in a work_dir; the lock goes when the process does, however it ends."""
-    file = (make_folder(folder) / ".lock").open("w")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        raise UserError(
-            f"{folder}: another build is running here", "wait for it or stop it"
-        ) from None
-    except OSError:  # a file system without locks: two builds would still write the same bytes
-        pass
-    return file
 
 
 def _finished(plan: Plan, name: str) -> bool:

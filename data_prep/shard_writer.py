@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
 
+from configs.files import publish
 from data_prep.shard_index import (
     FORMAT,
     INDEX,
@@ -42,32 +42,8 @@ without copying it.
 """
 
 
-def publish(path: Path, write: Callable[[BinaryIO], None]) -> None:
-    """Writes a file beside its place, flushes it to the disk, then renames it: complete or absent."""
-    temporary = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes renames in a folder durable."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def publish_bytes(path: Path, data: bytes) -> None:
-    publish(path, lambda file: (file.write(data), None)[1])
+    publish(path, lambda file: file.write(data))
 
 
 def publish_json(path: Path, value: Any) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +16,7 @@ import numpy as np
 from tokenizers import Tokenizer as Backend
 
 from configs.errors import UserError
+from configs.files import make_folder, publish_text
 from configs.schema import VocabConfig
 from data_prep.tokenizer_models import ROLES, build_model, train_model
 from data_prep.tokenizer_words import WordCache, flatten
@@ -77,7 +77,7 @@ class Tokenizer:
     def save(self, folder: str | Path) -> Path:
         """Writes a folder that `transformers.AutoTokenizer` opens; each file appears whole."""
         folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         names = {f"{role}_token": token for role, token in self.specials.items()}
         config = {
             "tokenizer_class": "BertTokenizer"
@@ -89,14 +89,14 @@ class Tokenizer:
             **self.switches,
             **names,
         }
-        _write(
+        publish_text(
             folder / "tokenizer_config.json",
             json.dumps(config, indent=1, ensure_ascii=False) + "\n",
         )
-        _write(folder / "special_tokens_map.json", json.dumps(names, indent=1) + "\n")
+        publish_text(folder / "special_tokens_map.json", json.dumps(names, indent=1) + "\n")
         if self.kind == "wordpiece":
-            _write(folder / "vocab.txt", "".join(f"{token}\n" for token in self.tokens))
-        _write(folder / INDEX, self.backend.to_str(pretty=True))
+            publish_text(folder / "vocab.txt", "".join(f"{token}\n" for token in self.tokens))
+        publish_text(folder / INDEX, self.backend.to_str(pretty=True))
         return folder
 
 
@@ -114,15 +114,6 @@ def load(config: VocabConfig | str | Path) -> Tokenizer:
 def train(config: VocabConfig, texts: Iterator[str]) -> Tokenizer:
     """Trains a tokenizer of config.kind and config.size on texts."""
     return Tokenizer(*train_model(config, texts))
-
-
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with open(temporary, "w", encoding="utf-8", newline="\n") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 __all__ = ["Tokenizer", "UserError", "load", "train"]

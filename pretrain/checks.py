@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from configs.errors import UserError, make_folder
+from configs.errors import UserError
+from configs.files import make_folder
 from configs.loading import to_dict
 from configs.memory import GIB, largest_micro_batch, training_bytes
 from configs.model import ModelConfig, padded_vocab, parameter_count, resolve_model

@@ -20,7 +20,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from configs import Progress, Recipe
+from configs import Progress, Recipe, make_folder
+from configs.files import publish_text
 from configs.loading import to_dict
 from configs.model import ModelConfig, model_flops
 
@@ -69,8 +70,7 @@ class Telemetry:
         if not self.enabled:
             return
         folder = Path(train_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        _write(folder / "recipe.json", json.dumps(to_dict(recipe), indent=1))
+        publish_text(make_folder(folder) / "recipe.json", json.dumps(to_dict(recipe), indent=1))
         cut_log(folder / LOG, resumed)
         self._log = (folder / LOG).open("a", encoding="utf-8")
         from torch.utils.tensorboard import SummaryWriter
@@ -175,7 +175,7 @@ def cut_log(path: Path, step: int) -> None:
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     kept = [line for line in lines if (record := _parsed(line)) and record["step"] <= step]
     if kept != lines:
-        _write(path, "".join(kept))
+        publish_text(path, "".join(kept))
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
@@ -204,12 +204,3 @@ def _parsed(line: str) -> dict[str, Any] | None:
     except ValueError:
         return None
     return record if isinstance(record, dict) and "step" in record and line[-1] == "\n" else None
-
-
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_suffix(".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 from configs.console import say
-from configs.errors import UserError, make_folder
+from configs.errors import UserError
+from configs.files import lock_folder
 from configs.loading import load_recipe
 
 if TYPE_CHECKING:
@@ -43,7 +43,9 @@ def main(argv: list[str]) -> int:
         recipe = load_recipe(argv[0], argv[1:])
         env = distributed_environment()
         plan = check(recipe, env)
-        lock = None if plan.finished or plan.rank else _lock(Path(recipe.work_dir) / "train")
+        lock = None
+        if not plan.finished and plan.rank == 0:  # two would mix their checkpoints
+            lock = lock_folder(Path(recipe.work_dir) / "train", "training")
     except UserError as error:
         if os.environ.get("LOCAL_RANK", "0") not in ("", "0"):
             sys.exit(error.exit_code)  # one process a node says it
@@ -70,22 +72,3 @@ def _done(plan: Plan) -> str:
         return f"{plan.newest} of {plan.end} updates are done"
     asked = "train.stop_at" if plan.end < plan.total else "the phases' steps together"
     return f"{plan.newest} updates are done already, {asked} is {plan.end}"
-
-
-def _lock(folder: Path) -> TextIO:
-    """One training at a time in a folder, or two would mix their checkpoints (rank 0 asks).
-
-    The lock goes when the process does, however it ends.
-    """
-    file = (make_folder(folder) / ".lock").open("w")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        raise UserError(
-            f"{folder}: another training is running here",
-            "wait for it, stop it, or take another folder with work_dir=...",
-        ) from None
-    except OSError:  # a file system without locks
-        pass
-    return file

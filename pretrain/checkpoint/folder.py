@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from typing import Any
 from zlib import crc32
 
 from configs.errors import UserError
+from configs.files import publish_text
 
 FORMAT = 1
 KINDS = ("master", "exp_avg", "exp_avg_sq")
@@ -69,13 +69,7 @@ def resolve(run: str | Path) -> Path:
 def write_json(path: Path, values: dict[str, Any]) -> None:
     """Writes and fsyncs JSON with its own checksum, atomically."""
     body = json.dumps(values, sort_keys=True)
-    text = f'{{"crc32": {crc32(body.encode())}, "body": {body}}}\n'
-    temporary = path.with_name(path.name + ".new")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path)
+    publish_text(path, f'{{"crc32": {crc32(body.encode())}, "body": {body}}}\n')
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -131,14 +125,6 @@ def set_aside(train_dir: Path) -> Path | None:
         number += 1
     root.rename(aside)
     return aside
-
-
-def sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def prune(train_dir: Path, keep: int) -> None:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from configs.console import say
 from configs.errors import UserError
+from configs.files import sync_folder
 from pretrain.checkpoint.boxes import boxes_of
 from pretrain.checkpoint.folder import (
     FORMAT,
@@ -33,7 +34,6 @@ from pretrain.checkpoint.folder import (
     incomplete,
     prune,
     read_json,
-    sync_folder,
     write_json,
 )
 from pretrain.parallel.groups import Groups

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from configs import UserError, make_folder, say
+from configs.files import publish_text
 from pretrain.downstream import metrics
 from pretrain.downstream.kinds import Choice, Classify, Feature, Kind, Regress, Row, Tag
 from pretrain.downstream.loading import load_for_task, load_tokenizer, split_random, weights_digest
@@ -66,14 +66,14 @@ def run_grid(
                 )
                 if save_best and result[task.metrics[0]] > best_seen:
                     _save_best(trainer, tokenizer, out / "best")
-                _write_json(done, result)
+                publish_text(done, json.dumps(result, indent=2))
             result = json.loads(done.read_text(encoding="utf-8"))
             best_seen = max(best_seen, result[task.metrics[0]])
             results.append(result)
             scores = ", ".join(f"{name} {result[name]:.2f}" for name in task.metrics)
             say(f"{task.name} lr {lr:g} seed {seed}: {scores} ({result['seconds']:.0f} s)")
     table = summarise(task, results)
-    _write_json(out / "results.json", table)
+    publish_text(out / "results.json", json.dumps(table, indent=2))
     (out / "table.md").write_text(as_markdown(task, table), encoding="utf-8")
     return table
 
@@ -218,7 +218,7 @@ def _claim(out: Path, identity: dict[str, Any]) -> None:
     elif out.exists() and any(out.iterdir()):
         raise UserError(f"{out}: not empty and no fine-tuning folder", "name another --out")
     make_folder(out)
-    _write_json(file, identity)
+    publish_text(file, json.dumps(identity, indent=2))
 
 
 def _save_best(trainer: Trainer, tokenizer: Any, folder: Path) -> None:
@@ -238,15 +238,6 @@ def _save_best(trainer: Trainer, tokenizer: Any, folder: Path) -> None:
     tokenizer.save_pretrained(str(fresh))
     shutil.rmtree(folder, ignore_errors=True)
     fresh.rename(folder)
-
-
-def _write_json(file: Path, value: Any) -> None:
-    fresh = file.with_name(f".{file.name}.new")
-    with fresh.open("w", encoding="utf-8") as handle:
-        json.dump(value, handle, indent=2)
-        handle.flush()
-        os.fsync(handle.fileno())
-    fresh.rename(file)
 
 
 def _write_lines(file: Path, values: list[Any]) -> None:

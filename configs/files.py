@@ -1,0 +1,77 @@
+"""Folders and files that appear whole or not at all, and one process at a time in a folder."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO, TextIO
+
+from configs.errors import UserError, refusal
+
+
+def make_folder(folder: Path) -> Path:
+    """Makes a folder and those above it, as needed.
+
+    Raises:
+        UserError: the folder and why it cannot be made: below a file, no rights, /proc, read-only.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        known = refusal(error)
+        remedy = known.remedy if known else "choose another place (work_dir=...)"
+        raise UserError(f"{folder}: cannot be made ({error.strerror})", remedy) from None
+    return folder
+
+
+def lock_folder(folder: Path, work: str) -> TextIO:
+    """Makes a folder and keeps others from the same `work` in it while the file returned is open.
+
+    The lock goes when the process does, however it ends. A file system without locks has none.
+
+    Raises:
+        UserError: another process holds it, or the folder cannot be made.
+    """
+    file = (make_folder(folder) / ".lock").open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise UserError(
+            f"{folder}: another {work} is running here",
+            "wait for it, stop it, or take another folder with work_dir=...",
+        ) from None
+    except OSError:
+        pass
+    return file
+
+
+def publish(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Writes a file beside its place, flushes it to the disk, then renames it: complete or absent."""
+    temporary = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def publish_text(path: Path, text: str) -> None:
+    """`publish` of UTF-8 with the line ends it has."""
+    publish(path, lambda file: file.write(text.encode()))
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes renames in a folder durable."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
