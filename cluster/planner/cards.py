@@ -50,8 +50,10 @@ class Network:
 # measured rates of BERT-large's shapes (494-720 TFLOP/s, 86-93 ms for 32768 tokens). bandwidth:
 # LAMB over 334M parameters moves 42 bytes each in 4.8 ms. attention_rate: 0.47 ms a layer forward
 # and backward at length 128, of which 0.27 are traffic. nvlink: NCCL's bus bandwidth over NVLink 4.
-# hook_s and fp8's gain: fitted to the runs in bench/results/measured.jsonl (dp 2 with the DeepSpeed
-# engine; fp8 at 128 and 512); everything else was set before those runs.
+# Fitted to the runs in bench/results/measured.jsonl: hook_s (dp 2 with the DeepSpeed engine), fp8's
+# gain (128 and 512), and collective_latency_s (tp 2 and 4: what a sum costs beside its bytes, start
+# and waiting for the other rank included, less what runs beside a product); everything else was set
+# before those runs.
 H100 = Card(
     name="H100",
     memory_bytes=79.6e9,
@@ -61,7 +63,7 @@ H100 = Card(
     attention_rate=300e12,
     bandwidth=2.9e12,
     nvlink=340e9,
-    collective_latency_s=18e-6,
+    collective_latency_s=55e-6,
     launch_s=0.3e-3,
     update_s=3e-3,
     hook_s=105e-6,
@@ -90,7 +92,7 @@ CARDS = {
         attention_rate=120e12,
         bandwidth=1.75e12,
         nvlink=230e9,
-        collective_latency_s=18e-6,
+        collective_latency_s=55e-6,
         launch_s=0.3e-3,
         update_s=3e-3,
         hook_s=105e-6,
@@ -107,7 +109,7 @@ CARDS = {
         attention_rate=80e12,
         bandwidth=0.87e12,
         nvlink=12e9,
-        collective_latency_s=30e-6,
+        collective_latency_s=90e-6,
         launch_s=0.3e-3,
         update_s=3e-3,
         hook_s=105e-6,
@@ -117,7 +119,7 @@ CARDS = {
 }
 
 # NDR InfiniBand or 400 Gbit/s Ethernet: 400 Gbit/s a GPU, as in DGX H100 nodes.
-NETWORK = Network(bandwidth=50e9, latency_s=30e-6, efficiency=0.8)
+NETWORK = Network(bandwidth=50e9, latency_s=75e-6, efficiency=0.8)
 
 
 def find_card(name: str) -> Card:

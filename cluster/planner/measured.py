@@ -92,8 +92,10 @@ def compare(record: dict[str, Any]) -> Comparison:
     parts = memory_parts(model, layout)
     if record.get("memory", "allocated") == "allocated":  # what torch counts, not the whole card
         del parts["context and allocator"]
-    what = f"{model.preset} @{record['length']} {record['card']} tp {tp} x dp {dp} zero {layout.zero_stage}"
+    cut = f" of {model.num_layers} layers" if "num_layers" in shape else ""
+    what = f"{model.preset}{cut} @{record['length']} {record['card']} tp {tp} x dp {dp} zero {layout.zero_stage}"
     what += f" {layout.precision} {micros} x {record['micro_batch_tokens']}"
+    what += " sp" if layout.sequence_parallel else ""
     return Comparison(
         what,
         record["step_ms"],

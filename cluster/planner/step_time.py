@@ -170,7 +170,10 @@ def _micro_parts(
     head_back = mm(masked, h, vocab) + mm(vocab, h, masked) + 2 * mm(masked, h, h)
     head_back += 2 * size * masked * vocab / card.bandwidth
     embed = 5 * size * t * h / card.bandwidth
-    reduce = layers * 2 * all_reduce_s(size * t * h, tp, card.nvlink, card.collective_latency_s)
+    # With sequence parallelism a sum is two collectives, and residuals' gradients are added apart.
+    waits = (2 if layout.sequence_parallel else 1) * card.collective_latency_s
+    reduce = layers * 2 * all_reduce_s(size * t * h, tp, card.nvlink, waits)
+    residuals = layers * 6 * size * rows * h / card.bandwidth if layout.sequence_parallel else 0.0
     forward = {
         "matmuls": products,
         "attention": scores + 4 * qkv,
@@ -182,7 +185,7 @@ def _micro_parts(
     backward = {
         "matmuls": grads,
         "attention": 2.5 * scores + 8 * qkv,
-        "elementwise": 5 * norm + 3 * gelu,
+        "elementwise": 5 * norm + 3 * gelu + residuals,
         "heads": head_back,
         "embeddings": 2 * embed,
         "tensor-parallel collectives": reduce,
