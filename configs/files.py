@@ -26,6 +26,12 @@ def make_folder(folder: Path) -> Path:
     return folder
 
 
+def named(path: str | Path) -> Path:
+    """A path that ends in a name of its own, for what is to lie beside it: `.` and `..` spelt out."""
+    path = Path(path)
+    return path if path.name not in ("", "..") else path.resolve()
+
+
 def lock_folder(folder: Path, work: str) -> TextIO:
     """Makes a folder and keeps others from the same `work` in it while the file returned is open.
 

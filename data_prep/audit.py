@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from configs import UserError, say
+from configs.files import named
 from data_prep.inspect import MEANING, overview, show, token_names
 from data_prep.shard_index import HELD_OUT
 from data_prep.shard_writer import publish_bytes
@@ -38,7 +39,7 @@ def main(argv: list[str]) -> int | None:
         "--out", help="the HTML file (default: FOLDER-audit.html, beside the folder)"
     )
     arguments = parser.parse_args(argv)
-    folder = Path(arguments.folder)
+    folder = named(arguments.folder)
     shards = open_shards(folder)
     out = Path(arguments.out) if arguments.out else folder.with_name(folder.name + "-audit.html")
     if not out.parent.is_dir():

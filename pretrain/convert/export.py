@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from configs import UserError, make_folder, say
+from configs.files import named
 from configs.model import ModelConfig
 from pretrain.convert.card import commit, last_scores, model_card
 from pretrain.convert.hf import SHARD_BYTES, config_to_hf, sync_folder, write_weights
@@ -30,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"--shard-gb {options.shard_gb}", "a size above 0")
     export(
         Path(options.run),
-        Path(options.out),
+        named(options.out),
         dtype=options.dtype,
         vocab=Path(options.vocab) if options.vocab else None,
         shard_bytes=int(options.shard_gb * 1024**3),

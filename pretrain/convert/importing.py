@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from configs import UserError, say
+from configs.files import named
 from pretrain.convert.hf import sync_folder
 from pretrain.convert.layouts import read_foreign
 from pretrain.convert.vocabulary import write_folder
@@ -18,7 +19,7 @@ def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     import_model(
         Path(options.source),
-        Path(options.out),
+        named(options.out),
         vocab=Path(options.vocab) if options.vocab else None,
         trim=options.trim_vocab,
         lowercase={"": None, "cased": False, "uncased": True}[options.casing],

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from configs import UserError, say
+from configs.files import named
 from pretrain.downstream.loading import RANDOM, split_random
 from pretrain.downstream.readers import read_splits
 from pretrain.downstream.tasks import TASKS, Settings, Task, find_task
@@ -45,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
     splits = read_splits(task, options.data, files, options.skip_bad_rows)
     sizes = ", ".join(f"{len(rows)} {split}" for split, rows in splits.items())
     say(f"{task.name}: {sizes} examples; lr {settings.lrs} x seeds {settings.seeds}")
-    out = Path(options.out)
+    out = named(options.out)
     model = _resolve(options.model, out)
 
     from pretrain.downstream.grid import as_markdown, run_grid

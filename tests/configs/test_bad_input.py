@@ -186,6 +186,26 @@ def test_a_folder_that_cannot_be_made_is_named(base, scheduler, maker):
         refused(run(base, *command, PATH=f"{scheduler}:{os.environ['PATH']}"), folder, "->")
 
 
+@pytest.mark.parametrize("path", [".", "..", "/"])
+def test_paths_without_a_name_of_their_own(base, path):
+    """Run inside a shard folder, so that `.` is one."""
+    lines = [
+        ("data_prep", "verify", path),
+        ("data_prep", "inspect", path),
+        ("data_prep", "audit", path),
+        ("pretrain", "report", path),
+        ("pretrain", "export", "../..", path),
+        ("pretrain", "import", path, "out"),
+        ("pretrain", "finetune", "cola", "--model", path, "--data", path, "--out", path),
+        ("cluster", "status", path),
+    ]
+    for line in lines:
+        done = run(base / "w" / "shards" / "len128", *line, PYTHONPATH=str(ROOT))
+        assert "Traceback" not in done.stderr, (line, done.stderr)
+        good = path == "." and line[0] == "data_prep"
+        assert done.returncode == 0 if good else done.returncode in (1, 2), line
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
