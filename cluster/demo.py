@@ -80,18 +80,11 @@ class Demo:
             work / "train",
         )  # fmt: skip
         self.command(
-            "training resumed, data parallel 2 with ZeRO-1",
-            [
-                *two,
-                "-m",
-                "pretrain",
-                "train",
-                *self.args(),
-                "parallel.tp=1",
-                "parallel.zero_stage=1",
-            ],
+            "training resumed by DeepSpeed, data parallel 2 with ZeRO-1",
+            [*two, "-m", "pretrain", "train", *self.args(), "parallel.tp=1", "parallel.zero_stage=1",
+             "parallel.engine=deepspeed"],
             work / "train",
-        )
+        )  # fmt: skip
         self.command(
             "report", ["-m", "pretrain", "report", str(work)], work / "train" / "report.html"
         )
