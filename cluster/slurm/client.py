@@ -42,6 +42,8 @@ def _remedy(text: str) -> str:
     lower = text.lower()
     if "contact" in lower or "connect" in lower or "timed out" in lower:
         return "the controller does not answer: `scontrol ping`, then try again"
+    if "configuration source" in lower:
+        return "SLURM is installed here, but knows no cluster: run this on a login node, or set SLURM_CONF"
     if "partition" in lower:
         return "`sinfo -s` lists the partitions; set `partition` in the profile"
     if "account" in lower or "qos" in lower:

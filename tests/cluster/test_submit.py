@@ -52,6 +52,25 @@ def test_shipped_profiles_make_scripts_that_bash_accepts(capsys, recipe, site):
     assert "train.stop_at=42" in scripts["train-two"]  # updates of the whole run
 
 
+@pytest.mark.parametrize("name", sorted(p.stem for p in (ROOT / "configs/recipes").glob("*.yaml")))
+def test_every_shipped_recipe_is_a_chain_on_the_readmes_profile(capsys, profile, name):
+    text = (ROOT / "README.md").read_text()
+    site = profile(re.search(r"```yaml\n(name: my-site\n.*?)```", text, re.S)[1])
+    scripts = dry_run(capsys, name, site)
+    assert len(scripts) == len(load_recipe(name).phases) + 3
+    for script in scripts.values():
+        subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+
+
+def test_slurm_without_a_cluster_is_told(recipe, profile, tmp_path, monkeypatch):
+    text = "sinfo: fatal: Could not establish a configuration source"
+    (tmp_path / "sinfo").write_text(f"#!/bin/sh\necho {text} >&2\nexit 1\n")
+    (tmp_path / "sinfo").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match="login node, or set SLURM_CONF"):
+        submit.main([recipe, "--profile", profile("nodes: 1")])
+
+
 def test_what_a_profile_says_is_in_the_scripts(capsys, recipe, profile):
     site = profile(
         "partition: p\naccount: a\nqos: q\nnodes: 2\ngpus_per_node: 4\ncpus_per_task: 6\n"
