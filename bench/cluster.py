@@ -24,9 +24,8 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.cluster", description=__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON line last")
     arguments = parser.parse_args(argv)
-    if reason := why_not():
+    if reason := why_not() or install():
         sys.exit(reason)
-    install()
     with tempfile.TemporaryDirectory() as folder:
         cluster = Cluster(Path(folder) / "slurm")
         cluster.folder.mkdir()
