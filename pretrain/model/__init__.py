@@ -49,9 +49,10 @@ def build(
 
 def _mark_partial(model: BertForPreTraining) -> None:
     """Replicated parameters that see only this rank's tokens: their gradients must be summed."""
+    last = f"encoder.layer.{model.config.num_layers - 1}."
     for name, param in model.bert.named_parameters():
         replicated = not getattr(param, "tensor_model_parallel", False)
-        if replicated and not name.startswith("pooler"):
+        if replicated and not name.startswith(("pooler", last)):
             param.sequence_partial = True  # type: ignore[attr-defined]
 
 

@@ -126,14 +126,18 @@ class Output(nn.Module):
 
 
 class Attention(nn.Module):
-    def __init__(self, s: Settings, index: int) -> None:
+    def __init__(self, s: Settings, after: Settings, index: int) -> None:
         super().__init__()
+        self.s, self.last = s, after is not s
         self.self = SelfAttention(s, index)
-        self.output = Output(s, s.config.hidden_size, index * 4 + 1)
+        self.output = Output(after, s.config.hidden_size, index * 4 + 1)
 
     def forward(self, x: Tensor, tokens: Tokens, only: Tensor | None) -> tuple[Tensor, Tokens]:
-        """[T, H] -> [T, H], or those of the tokens `only`; and what is known of these tokens."""
+        """[T, H] -> [T, H], in the last layer those of the tokens `only`; and what is known of
+        these tokens."""
         heads, x = self.self(x, tokens)
+        if self.last:
+            x, tokens = self.s.layers.whole(x), tokens._replace(local_keys=tokens.keys)
         if only is not None:
             heads, x = heads.index_select(0, only), x.index_select(0, only)
             tokens = tokens._replace(local_keys=tokens.local_keys.index_select(0, only))
@@ -155,9 +159,13 @@ class Intermediate(nn.Module):
 class Layer(nn.Module):
     def __init__(self, s: Settings, index: int) -> None:
         super().__init__()
-        self.attention = Attention(s, index)
-        self.intermediate = Intermediate(s)
-        self.output = Output(s, s.config.intermediate_size, index * 4 + 2)
+        after = s
+        if index == s.config.num_layers - 1:
+            # Few tokens are wanted behind the last attention, from anywhere: they are not sharded.
+            after = s._replace(layers=s.layers.whole_tokens())
+        self.attention = Attention(s, after, index)
+        self.intermediate = Intermediate(after)
+        self.output = Output(after, s.config.intermediate_size, index * 4 + 2)
 
     def forward(self, x: Tensor, tokens: Tokens, only: Tensor | None = None) -> Tensor:
         x, tokens = self.attention(x, tokens, only)
@@ -196,9 +204,7 @@ class BertModel(nn.Module):
     ) -> Tensor:
         """Hidden states [len(only), H] of the tokens `only`: behind the last attention nothing
         else is computed."""
-        if not self.s.layers.sequence_parallel:
-            return self.states(ids, types, positions, tokens, only=only)[-1]
-        return self.states(ids, types, positions, tokens)[-1].index_select(0, only)
+        return self.states(ids, types, positions, tokens, only=only)[-1]
 
     def states(
         self,
@@ -223,7 +229,7 @@ class BertModel(nn.Module):
             else:
                 x = layer(x, tokens, wanted)
             states = [*states, x] if every else [x]
-        return [self.s.layers.whole(state) for state in states]
+        return [*map(self.s.layers.whole, states[:-1]), states[-1]]
 
 
 class HeadTransform(nn.Module):

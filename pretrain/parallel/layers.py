@@ -93,6 +93,10 @@ class PlainLayers:
         """[T / tp, H] of every rank -> [T, H]; what follows is computed alike on every rank."""
         return x
 
+    def whole_tokens(self) -> PlainLayers:
+        """The same without token-sharded activations."""
+        return self
+
     def before_vocabulary(self, x: Tensor) -> Tensor:
         """Marks a replicated input of a vocabulary-sharded product (its gradients are summed)."""
         return x
@@ -131,6 +135,9 @@ class TensorParallelLayers(PlainLayers):
 
     def whole(self, x: Tensor) -> Tensor:
         return gather_tokens(x, self.group, alike=True) if self.sequence_parallel else x
+
+    def whole_tokens(self) -> PlainLayers:
+        return TensorParallelLayers(self.group) if self.sequence_parallel else self
 
     def before_vocabulary(self, x: Tensor) -> Tensor:
         from megatron.core.tensor_parallel import mappings
