@@ -15,7 +15,7 @@ def make_folder(folder: Path) -> Path:
     """Makes a folder and those above it, as needed.
 
     Raises:
-        UserError: the folder and why it cannot be made: below a file, no rights, /proc, read-only.
+        UserError: the folder, and why it cannot be made (below a file, no rights, /proc) or written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -23,6 +23,8 @@ def make_folder(folder: Path) -> Path:
         known = refusal(error)
         remedy = known.remedy if known else "choose another place (work_dir=...)"
         raise UserError(f"{folder}: cannot be made ({error.strerror})", remedy) from None
+    if not os.access(folder, os.W_OK):
+        raise UserError(f"{folder}: may not be written", "choose another place (work_dir=...)")
     return folder
 
 

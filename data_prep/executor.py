@@ -247,15 +247,15 @@ class Mpi(Executor):
         if self.is_lead:
             try:
                 value = function()
-            except KeyboardInterrupt as error:
+            except (Exception, KeyboardInterrupt) as error:
                 self.abort(error)
-            except Exception as error:
-                self.abort(_as_user_error(error))
         result: T = self.comm.bcast(value)
         return result
 
     def abort(self, error: BaseException) -> None:
         """Ends every rank: a collective the others wait in would never return."""
+        if isinstance(error, Exception):
+            error = _as_user_error(error)
         print(f"error (rank {self.rank}): {error}", file=sys.stderr, flush=True)
         time.sleep(0.5)  # srun loses the line when the step ends at the same moment
         user = isinstance(error, UserError) and not isinstance(error, TaskFailed)
