@@ -78,6 +78,19 @@ def test_tensor_parallel_costs_what_its_collectives_cost():
     assert one.seconds / 2 < two.seconds < one.seconds
 
 
+def test_sequence_parallelism_shares_out_what_the_norms_keep():
+    plain = Layout(2, 1, 0, 8192)
+    shared = replace(plain, sequence_parallel=True)
+    kept = [memory_parts(LARGE, layout)["activations"] for layout in (plain, shared)]
+    # Of each layer two tensors of [T, H] bf16; the gathered inputs of its two halves stay whole.
+    assert kept[0] - kept[1] == pytest.approx(24 * 2 * (1 - 1 / 2) * 8192 * 1024 * 2)
+    times = [
+        update_time(LARGE, layout, H100, NETWORK, 32768, 128).parts for layout in (plain, shared)
+    ]
+    more = times[1]["tensor-parallel collectives"] - times[0]["tensor-parallel collectives"]
+    assert more == pytest.approx(4 * 24 * 4 * H100.collective_latency_s)  # two for each sum
+
+
 def test_checkpointing_trades_time_for_memory():
     layout = Layout(1, 1, 0, 16384)
     less = replace(layout, activation_checkpointing=True)
