@@ -13,17 +13,21 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from pretrain.kernels import triton_attention as kernels
 from pretrain.kernels.hashing import HEAD_STRIDE, keep_scale, signed, stream, threshold
 from pretrain.kernels.triton_gradients import collect
+from pretrain.kernels.triton_hash import hash_channels, hash_rows
 
 # Tile sizes and warps, measured on an H100 with heads of 64 (bench/RESULTS.md).
 SHORT = 128
-FORWARD_SHORT: dict[str, Any] = {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2}
-FORWARD_LONG: dict[str, Any] = {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3}
-BACKWARD_SHORT: dict[str, Any] = {"BLOCK_N": 32, "num_warps": 4, "num_stages": 2}
-QUERIES: dict[str, Any] = {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3}
-KEYS: dict[str, Any] = {"BLOCK_M": 32, "BLOCK_N": 128, "num_warps": 4, "num_stages": 3}
-
+FORWARD_SHORT: dict[str, Any] = {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2}
+FORWARD_LONG: dict[str, Any] = {"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 4, "num_stages": 2}
+BACKWARD_SHORT: dict[str, Any] = {"BLOCK_N": 32, "num_warps": 4, "num_stages": 3}
+QUERIES: dict[str, Any] = {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3}
+KEYS: dict[str, Any] = {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3}
 
 _TABLES: dict[tuple[Any, ...], Tensor] = {}
+
+
+def _table_length(max_length: int) -> int:
+    return max(16, triton.next_power_of_2(max_length))
 
 
 def hashes(
@@ -34,24 +38,22 @@ def hashes(
     Made once, since inside the attention kernels they cost a quarter of their arithmetic. The
     table is the same for all layers and steps.
     """
-    if p == 0.0:
-        return token_keys, token_keys
-    length = triton.next_power_of_2(max_length)
+    length = _table_length(max_length)
     key = (token_keys.device, heads, first_head, length)
     if key not in _TABLES:
         table = torch.empty(2, heads, length, dtype=torch.int32, device=token_keys.device)
-        kernels.hash_channels[(heads,)](
-            table, first_head, heads, LENGTH=length, HEAD_STRIDE=HEAD_STRIDE
-        )
+        hash_channels[(heads,)](table, first_head, heads, LENGTH=length, HEAD_STRIDE=HEAD_STRIDE)
         _TABLES[key] = table
+    if p == 0.0:
+        return token_keys, _TABLES[key]  # neither is looked at
     rows = torch.empty_like(token_keys)
     tokens = len(token_keys)
     salt = signed(stream(seed, site))
-    kernels.hash_rows[(triton.cdiv(tokens, 1024),)](token_keys, rows, salt, tokens, BLOCK=1024)
+    hash_rows[(triton.cdiv(tokens, 1024),)](token_keys, rows, salt, tokens, BLOCK=1024)
     return rows, _TABLES[key]
 
 
-def _constants(qkv: Tensor, p: float, max_length: int) -> dict[str, Any]:
+def _constants(qkv: Tensor, p: float) -> dict[str, Any]:
     _, _, heads, width = qkv.shape
     return {
         "SCALE": 1.0 / math.sqrt(width),
@@ -59,13 +61,16 @@ def _constants(qkv: Tensor, p: float, max_length: int) -> dict[str, Any]:
         "D": width,
         "THRESHOLD": threshold(p),
         "KEEP_SCALE": keep_scale(p),
-        "LENGTH": triton.next_power_of_2(max_length),
         "PRECISION": "ieee" if qkv.dtype == torch.float32 else "tf32",
     }
 
 
 def _tiles(x: Tensor, rows: int, width: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(x.view(x.shape[0], -1), [rows, width])
+
+
+def _channels(table: Tensor, keys: int) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(table.view(-1, table.shape[-1]), [1, keys])
 
 
 def forward(
@@ -78,10 +83,10 @@ def forward(
     short: int = SHORT,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Returns (out [T, heads * d], base-2 log-sums fp32 [heads, T])."""
+    """Returns (out [T, heads * d], fp32 [heads, T]: base-2 log-sums less log2(keep_scale(p)))."""
     tokens, _, heads, width = qkv.shape
     if max_length <= short:
-        tile = max(16, triton.next_power_of_2(max_length))
+        tile = _table_length(max_length)
         options = FORWARD_SHORT | options
         options |= {size: min(tile, options[size]) for size in ("BLOCK_M", "BLOCK_N")}
     else:
@@ -89,9 +94,9 @@ def forward(
     m, n = options["BLOCK_M"], options["BLOCK_N"]
     out = qkv.new_empty(tokens, heads * width)
     log_sums = torch.empty(heads, tokens, dtype=torch.float32, device=qkv.device)
-    kernels.attention_forward[(heads, cu_seqlens.shape[0] - 1, triton.cdiv(max_length, m))](
-        _tiles(qkv, m, width), _tiles(qkv, n, width), cu_seqlens, rows_hash, channels, out, log_sums,
-        tokens, SINGLE=max_length <= n, **_constants(qkv, p, max_length), **options,
+    kernels.attention_forward[(triton.cdiv(max_length, m), heads, cu_seqlens.shape[0] - 1)](
+        _tiles(qkv, m, width), _tiles(qkv, n, width), cu_seqlens, rows_hash, _channels(channels, n),
+        out, log_sums, tokens, FEW=max_length <= short, **_constants(qkv, p), **options,
     )  # fmt: skip
     return out, log_sums
 
@@ -120,34 +125,35 @@ def backward(
     rows = cu_seqlens.shape[0] - 1
     fp32: dict[str, Any] = {"dtype": torch.float32, "device": qkv.device}
     grad_qkv = torch.empty_like(qkv)
-    constants = _constants(qkv, p, max_length) | {"BIAS": biased}
+    constants = _constants(qkv, p) | {"BIAS": biased}
 
     def tiles(m: int, n: int) -> tuple[TensorDescriptor, ...]:
         sizes = ((qkv, m), (qkv, n), (grad_out, m), (out, m))
         return tuple(_tiles(x, size, width) for x, size in sizes)
 
     if max_length <= short:
-        options = (
-            BACKWARD_SHORT | {"BLOCK_M": max(16, triton.next_power_of_2(max_length))} | options
-        )
+        options = BACKWARD_SHORT | {"BLOCK_M": _table_length(max_length)} | options
         options["BLOCK_N"] = min(options["BLOCK_M"], options["BLOCK_N"])
         partial = torch.zeros(rows if biased else 0, 3, heads, width, **fp32)
         kernels.attention_backward[(heads, rows)](
-            *tiles(options["BLOCK_M"], options["BLOCK_N"]), cu_seqlens, rows_hash, channels,
-            log_sums, grad_qkv, partial, tokens, **constants, **options,
+            *tiles(options["BLOCK_M"], options["BLOCK_N"]), cu_seqlens, rows_hash,
+            _channels(channels, options["BLOCK_N"]), log_sums, grad_qkv, partial, tokens,
+            **constants, **options,
         )  # fmt: skip
         return grad_qkv, partial if biased else None
     queries, keys = QUERIES | (queries or {}), KEYS | (keys or {})
     counts = [triton.cdiv(max_length, queries["BLOCK_M"]), triton.cdiv(max_length, keys["BLOCK_N"])]
     deltas = torch.empty_like(log_sums)
     partial = torch.zeros(rows * max(counts) if biased else 0, 3, heads, width, **fp32)
-    kernels.attention_backward_queries[(heads, rows, counts[0])](
-        *tiles(queries["BLOCK_M"], queries["BLOCK_N"]), cu_seqlens, rows_hash, channels,
-        log_sums, grad_qkv, partial, deltas, tokens, **constants, **queries,
+    kernels.attention_backward_queries[(counts[0], heads, rows)](
+        *tiles(queries["BLOCK_M"], queries["BLOCK_N"]), cu_seqlens, rows_hash,
+        _channels(channels, queries["BLOCK_N"]), log_sums, grad_qkv, partial, deltas, tokens,
+        **constants, **queries,
     )  # fmt: skip
-    kernels.attention_backward_keys[(heads, rows, counts[1])](
+    del constants["KEEP_SCALE"]
+    kernels.attention_backward_keys[(counts[1], heads, rows)](
         *tiles(keys["BLOCK_M"], keys["BLOCK_N"])[:3], cu_seqlens, rows_hash, channels,
-        log_sums, grad_qkv, partial, deltas, tokens, **constants, **keys,
+        log_sums, grad_qkv, partial, deltas, tokens, LENGTH=channels.shape[-1], **constants, **keys,
     )  # fmt: skip
     return grad_qkv, partial if biased else None
 

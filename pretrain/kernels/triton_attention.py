@@ -5,7 +5,10 @@ once and finds all three gradients. Longer rows: one kernel for the queries' and
 and values' gradients. Neither uses atomics, so that results are bit-equal from run to run.
 
 Tiles are read through tensor descriptors (the copy engine on Hopper): what lies behind a row's end
-is the next row, so every sum over keys or queries masks the probabilities, never the tiles.
+is the next row, so every sum over keys or queries masks the probabilities, never the tiles. The
+forward pass lowers its log-sums by log2(KEEP_SCALE), so that the backward kernels find every
+probability p already scaled: with D = 1 where kept, else 0, and delta = sum(out * grad_out),
+dv = (D p)' do and dscores = D p * (do v') - p * delta / KEEP_SCALE.
 """
 
 from __future__ import annotations
@@ -13,26 +16,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pretrain.kernels.triton_hash import channel_hash, keep, row_hash
+from pretrain.kernels.triton_hash import drop
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit(do_not_specialize=["stream", "tokens"])
-def hash_rows(token_keys, hashes, stream, tokens, BLOCK: tl.constexpr):
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    keys = tl.load(token_keys + at, mask=at < tokens, other=0)
-    tl.store(hashes + at, row_hash(keys, stream).to(tl.int32, bitcast=True), mask=at < tokens)
-
-
 @triton.jit
-def hash_channels(table, first_head, heads, LENGTH: tl.constexpr, HEAD_STRIDE: tl.constexpr):
-    """table int32 [2, heads, LENGTH]: multipliers and offsets of each head's keys."""
-    position = tl.arange(0, LENGTH)
-    multiplier, shift = channel_hash((tl.program_id(0) + first_head) * HEAD_STRIDE + position)
-    place = table + tl.program_id(0) * LENGTH + position
-    tl.store(place, multiplier.to(tl.int32, bitcast=True))
-    tl.store(place + heads * LENGTH, shift.to(tl.int32, bitcast=True))
+def _channels(table, head, n, HEADS: tl.constexpr, BLOCK: tl.constexpr):
+    """(multipliers, offsets) of BLOCK keys from n on, through a descriptor: no masks, no addresses."""
+    multiplier = table.load([head, n]).reshape(BLOCK).to(tl.uint32, bitcast=True)
+    shift = table.load([HEADS + head, n]).reshape(BLOCK).to(tl.uint32, bitcast=True)
+    return multiplier, shift
 
 
 @triton.jit
@@ -58,79 +52,82 @@ def _place(base, start, token, column, STRIDE: tl.constexpr, D: tl.constexpr):
 def attention_forward(
     queries, keys, cu_seqlens, hashes, channels, out, log_sums, tokens,
     SCALE: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SINGLE: tl.constexpr, THRESHOLD: tl.constexpr, KEEP_SCALE: tl.constexpr,
-    LENGTH: tl.constexpr, PRECISION: tl.constexpr,
+    FEW: tl.constexpr, THRESHOLD: tl.constexpr, KEEP_SCALE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """queries, keys: descriptors of qkv [T, 3 * WIDTH] with tiles of BLOCK_M and BLOCK_N rows."""
-    head = tl.program_id(0)
-    start, length = _row(cu_seqlens, tl.program_id(1))
-    first = tl.program_id(2) * BLOCK_M
+    """Program (tile of queries, head, row): the tiles of a row run side by side and share its keys.
+
+    queries, keys: descriptors of qkv [T, 3 * WIDTH] with tiles of BLOCK_M and BLOCK_N rows;
+    channels: of the hashes' table [2 * HEADS, length].
+    """
+    head = tl.program_id(1)
+    start, length = _row(cu_seqlens, tl.program_id(2))
+    first = tl.program_id(0) * BLOCK_M
     if first >= length:
         return
     WIDTH: tl.constexpr = HEADS * D
     query = first + tl.arange(0, BLOCK_M)
     q = queries.load([start + first, head * D])
-    if THRESHOLD > 0:
-        rows = _load_hash(hashes + start + query, query < length)
+    rows = _load_hash(hashes + start + query, query < length)
     largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, D], tl.float32)
-    # A static single turn lets the compiler drop the loop and its running rescale.
-    stop = BLOCK_N if SINGLE else length
-    for n in range(0, stop, BLOCK_N):
-        key = n + tl.arange(0, BLOCK_N)
+    for n in range(0, length, BLOCK_N):
         k = keys.load([start + n, WIDTH + head * D])
         v = keys.load([start + n, 2 * WIDTH + head * D])
         s = tl.dot(q, k.T, input_precision=PRECISION)
-        s = tl.where(key[None, :] < length, s, float("-inf"))
+        key = n + tl.arange(0, BLOCK_N)
+        # With few tiles a branch would cost more registers than it saves time.
+        if FEW or n + BLOCK_N > length:
+            s = tl.where(key[None, :] < length, s, float("-inf"))
         new = tl.maximum(largest, tl.max(s, 1) * (SCALE * LOG2_E))
         p = tl.exp2(s * (SCALE * LOG2_E) - new[:, None])
         shrink = tl.exp2(largest - new)
         total = total * shrink + tl.sum(p, 1)
         if THRESHOLD > 0:
-            multiplier = _load_hash(channels + head * LENGTH + key, key < length)
-            shift = _load_hash(channels + (HEADS + head) * LENGTH + key, key < length)
-            p = tl.where(
-                keep(rows[:, None], multiplier[None, :], shift[None, :], THRESHOLD), p, 0.0
-            )
+            multiplier, shift = _channels(channels, head, n, HEADS, BLOCK_N)
+            p = drop(p, rows[:, None], multiplier[None, :], shift[None, :], THRESHOLD)
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
         largest = new
-    acc *= (KEEP_SCALE / total)[:, None]
+    total *= 1 / KEEP_SCALE
+    acc *= (1 / total)[:, None]
     target = _place(out, start, query, head * D, WIDTH, D)
     tl.store(target, acc.to(out.dtype.element_ty), mask=query[:, None] < length)
-    tl.store(
-        log_sums + head * tokens + start + query, largest + tl.log2(total), mask=query < length
-    )
+    place = log_sums + head * tokens + start + query
+    tl.store(place, largest + tl.log2(total), mask=query < length)
 
 
 @triton.jit
-def _gradients(
-    q, k, v, do, log_sum, delta, rows, multiplier, shift, key_valid,
-    SCALE: tl.constexpr, THRESHOLD: tl.constexpr, KEEP_SCALE: tl.constexpr,
-    MASK: tl.constexpr, PRECISION: tl.constexpr,
+def _delta(out, grad_out, KEEP_SCALE: tl.constexpr):
+    return tl.sum(out.to(tl.float32) * grad_out.to(tl.float32), 1) * (1 / KEEP_SCALE)
+
+
+@triton.jit
+def _add_key_gradients(
+    q, k, v, do, dk, dv, log_sum, delta, rows, multiplier, shift, key_valid,
+    SCALE: tl.constexpr, THRESHOLD: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Keys down, queries across, so that two of the three products that follow take the results as
-    they lie in registers: (dropped p / KEEP_SCALE, gradient of the scores / SCALE), [keys, queries]."""
+    """(dk / SCALE, dv, gradient of the scores). Keys down, queries across, so that both sums take
+    the results as they lie in registers; the sum into dv stands between the two products of scores,
+    since that needs the fewest registers. MASK: keys outside key_valid count as absent."""
     s = tl.dot(k, q.T, input_precision=PRECISION)
     p = tl.exp2(s * (SCALE * LOG2_E) - log_sum[None, :])
     if MASK:
         p = tl.where(key_valid[:, None], p, 0.0)
-    dp = tl.dot(v, do.T, input_precision=PRECISION)
+    less = p * delta[None, :]
     if THRESHOLD > 0:
-        kept = keep(rows[None, :], multiplier[:, None], shift[:, None], THRESHOLD)
-        ds = p * (tl.where(kept, dp, 0.0) * KEEP_SCALE - delta[None, :])
-        p = tl.where(kept, p, 0.0)
-    else:
-        ds = p * (dp - delta[None, :])
-    return p.to(q.dtype), ds.to(q.dtype)
+        p = drop(p, rows[None, :], multiplier[:, None], shift[:, None], THRESHOLD)
+    dv = tl.dot(p.to(q.dtype), do, dv, input_precision=PRECISION)
+    dp = tl.dot(v, do.T, input_precision=PRECISION)
+    ds = (p * dp - less).to(q.dtype)
+    dk = tl.dot(ds, q, dk, input_precision=PRECISION)
+    return dk, dv, ds
 
 
 @triton.jit
 def attention_backward(
     queries, keys, grads, outs, cu_seqlens, hashes, channels, log_sums, grad_qkv, grad_bias, tokens,
     SCALE: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BIAS: tl.constexpr, THRESHOLD: tl.constexpr, KEEP_SCALE: tl.constexpr,
-    LENGTH: tl.constexpr, PRECISION: tl.constexpr,
+    BIAS: tl.constexpr, THRESHOLD: tl.constexpr, KEEP_SCALE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """All gradients of a (row, head) of at most BLOCK_M tokens, BLOCK_N keys at a time."""
     head = tl.program_id(0)
@@ -143,8 +140,7 @@ def attention_backward(
     valid = query < length
     q = queries.load([start, head * D])
     do = grads.load([start, head * D])
-    o = outs.load([start, head * D])
-    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    delta = _delta(outs.load([start, head * D]), do, KEEP_SCALE)
     # Queries past the end get probability exp2(-inf) = 0, hence nothing comes from them.
     log_sum = tl.load(log_sums + head * tokens + start + query, mask=valid, other=float("inf"))
     rows = _load_hash(hashes + start + query, valid)
@@ -154,19 +150,18 @@ def attention_backward(
         key = n + tl.arange(0, BLOCK_N)
         k = keys.load([start + n, WIDTH + head * D])
         v = keys.load([start + n, 2 * WIDTH + head * D])
-        multiplier = _load_hash(channels + head * LENGTH + key, key < length)
-        shift = _load_hash(channels + (HEADS + head) * LENGTH + key, key < length)
-        p, ds = _gradients(
-            q, k, v, do, log_sum, delta, rows, multiplier, shift, key < length,
-            SCALE, THRESHOLD, KEEP_SCALE, True, PRECISION,
+        multiplier, shift = _channels(channels, head, n, HEADS, BLOCK_N)
+        none = tl.zeros([BLOCK_N, D], tl.float32)
+        dk, dv, ds = _add_key_gradients(
+            q, k, v, do, none, none, log_sum, delta, rows, multiplier, shift, key < length,
+            SCALE, THRESHOLD, True, PRECISION,
         )  # fmt: skip
-        dv = tl.dot(p, do, input_precision=PRECISION) * KEEP_SCALE
+        dq = tl.dot(ds.T, k, dq, input_precision=PRECISION)
+        dk *= SCALE
         target = _place(grad_qkv, start, key, head * D, 3 * WIDTH, D)
         there = key[:, None] < length
         tl.store(target + 2 * WIDTH, dv.to(k.dtype), mask=there)
-        dk = tl.dot(ds, q, input_precision=PRECISION) * SCALE
         tl.store(target + WIDTH, dk.to(k.dtype), mask=there)
-        dq = tl.dot(ds.T, k, dq, input_precision=PRECISION)
         if BIAS:
             sum_dv += tl.sum(dv, 0)
     dq *= SCALE
@@ -179,16 +174,38 @@ def attention_backward(
 
 
 @triton.jit
+def _add_query_gradients(
+    q, do, dq, keys, channels, start, length, n, head, rows, log_sum, delta,
+    SCALE: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr,
+    THRESHOLD: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq / SCALE and what comes from the tile of keys at n."""
+    k = keys.load([start + n, HEADS * D + head * D])
+    v = keys.load([start + n, 2 * HEADS * D + head * D])
+    s = tl.dot(q, k.T, input_precision=PRECISION)
+    p = tl.exp2(s * (SCALE * LOG2_E) - log_sum[:, None])
+    if MASK:
+        key = n + tl.arange(0, BLOCK_N)
+        p = tl.where(key[None, :] < length, p, 0.0)
+    less = p * delta[:, None]
+    if THRESHOLD > 0:
+        multiplier, shift = _channels(channels, head, n, HEADS, BLOCK_N)
+        p = drop(p, rows[:, None], multiplier[None, :], shift[None, :], THRESHOLD)
+    dp = tl.dot(do, v.T, input_precision=PRECISION)
+    ds = p * dp - less
+    return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+
+
+@triton.jit
 def attention_backward_queries(
     queries, keys, grads, outs, cu_seqlens, hashes, channels, log_sums, grad_qkv, grad_bias, deltas, tokens,
     SCALE: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BIAS: tl.constexpr, THRESHOLD: tl.constexpr, KEEP_SCALE: tl.constexpr,
-    LENGTH: tl.constexpr, PRECISION: tl.constexpr,
+    BIAS: tl.constexpr, THRESHOLD: tl.constexpr, KEEP_SCALE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq of a tile of queries, and deltas = sum(out * grad_out) of each query for the kernel below."""
-    head = tl.program_id(0)
-    start, length = _row(cu_seqlens, tl.program_id(1))
-    first = tl.program_id(2) * BLOCK_M
+    """dq of a tile of queries, and deltas (of `_delta`) of each query for the kernel below."""
+    head = tl.program_id(1)
+    start, length = _row(cu_seqlens, tl.program_id(2))
+    first = tl.program_id(0) * BLOCK_M
     if first >= length:
         return
     WIDTH: tl.constexpr = HEADS * D
@@ -196,34 +213,29 @@ def attention_backward_queries(
     valid = query < length
     q = queries.load([start + first, head * D])
     do = grads.load([start + first, head * D])
-    o = outs.load([start + first, head * D])
-    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    delta = _delta(outs.load([start + first, head * D]), do, KEEP_SCALE)
     stats = head * tokens + start + query
     tl.store(deltas + stats, delta, mask=valid)
     log_sum = tl.load(log_sums + stats, mask=valid, other=float("inf"))
-    if THRESHOLD > 0:
-        rows = _load_hash(hashes + start + query, valid)
+    rows = _load_hash(hashes + start + query, valid)
     dq = tl.zeros([BLOCK_M, D], tl.float32)
-    for n in range(0, length, BLOCK_N):
-        key = n + tl.arange(0, BLOCK_N)
-        k = keys.load([start + n, WIDTH + head * D])
-        v = keys.load([start + n, 2 * WIDTH + head * D])
-        s = tl.dot(q, k.T, input_precision=PRECISION)
-        p = tl.exp2(s * (SCALE * LOG2_E) - log_sum[:, None])
-        p = tl.where(key[None, :] < length, p, 0.0)
-        dp = tl.dot(do, v.T, input_precision=PRECISION)
-        if THRESHOLD > 0:
-            multiplier = _load_hash(channels + head * LENGTH + key, key < length)
-            shift = _load_hash(channels + (HEADS + head) * LENGTH + key, key < length)
-            kept = keep(rows[:, None], multiplier[None, :], shift[None, :], THRESHOLD)
-            dp = tl.where(kept, dp, 0.0) * KEEP_SCALE
-        ds = (p * (dp - delta[:, None])).to(k.dtype)
-        dq = tl.dot(ds, k, dq, input_precision=PRECISION)
+    # Masks in the loop cost a quarter of its time: only the last tile, if cut short, has one.
+    whole = length // BLOCK_N * BLOCK_N
+    for n in range(0, whole, BLOCK_N):
+        dq = _add_query_gradients(
+            q, do, dq, keys, channels, start, length, n, head, rows, log_sum, delta,
+            SCALE, HEADS, D, BLOCK_N, THRESHOLD, False, PRECISION,
+        )  # fmt: skip
+    if whole < length:
+        dq = _add_query_gradients(
+            q, do, dq, keys, channels, start, length, whole, head, rows, log_sum, delta,
+            SCALE, HEADS, D, BLOCK_N, THRESHOLD, True, PRECISION,
+        )  # fmt: skip
     dq *= SCALE
     target = _place(grad_qkv, start, query, head * D, 3 * WIDTH, D)
     tl.store(target, dq.to(q.dtype), mask=valid[:, None])
     if BIAS:
-        tile = tl.program_id(1) * tl.num_programs(2) + tl.program_id(2)
+        tile = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
         tl.store(grad_bias + tile * (3 * WIDTH) + head * D + tl.arange(0, D), tl.sum(dq, 0))
 
 
@@ -231,47 +243,50 @@ def attention_backward_queries(
 def attention_backward_keys(
     queries, keys, grads, cu_seqlens, hashes, channels, log_sums, grad_qkv, grad_bias, deltas, tokens,
     SCALE: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BIAS: tl.constexpr, THRESHOLD: tl.constexpr, KEEP_SCALE: tl.constexpr,
-    LENGTH: tl.constexpr, PRECISION: tl.constexpr,
+    BIAS: tl.constexpr, THRESHOLD: tl.constexpr, LENGTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of a tile of keys."""
-    head = tl.program_id(0)
-    start, length = _row(cu_seqlens, tl.program_id(1))
-    first = tl.program_id(2) * BLOCK_N
+    """dk and dv of a tile of keys. channels: a pointer to the table [2, HEADS, LENGTH]."""
+    head = tl.program_id(1)
+    start, length = _row(cu_seqlens, tl.program_id(2))
+    first = tl.program_id(0) * BLOCK_N
     if first >= length:
         return
     WIDTH: tl.constexpr = HEADS * D
     key = first + tl.arange(0, BLOCK_N)
-    there = key[:, None] < length
+    there = key < length
     k = keys.load([start + first, WIDTH + head * D])
     v = keys.load([start + first, 2 * WIDTH + head * D])
-    multiplier = _load_hash(channels + head * LENGTH + key, key < length)
-    shift = _load_hash(channels + (HEADS + head) * LENGTH + key, key < length)
+    multiplier = _load_hash(channels + head * LENGTH + key, there)
+    shift = _load_hash(channels + (HEADS + head) * LENGTH + key, there)
     dk = tl.zeros([BLOCK_N, D], tl.float32)
     dv = tl.zeros([BLOCK_N, D], tl.float32)
-    for m in range(0, length, BLOCK_M):
-        query = m + tl.arange(0, BLOCK_M)
-        valid = query < length
-        q = queries.load([start + m, head * D])
-        do = grads.load([start + m, head * D])
-        stats = head * tokens + start + query
-        log_sum = tl.load(log_sums + stats, mask=valid, other=float("inf"))
-        delta = tl.load(deltas + stats, mask=valid, other=0.0)
-        rows = _load_hash(hashes + start + query, valid)
-        # Keys past the end spoil only their own rows, which are not stored.
-        p, ds = _gradients(
-            q, k, v, do, log_sum, delta, rows, multiplier, shift, there,
-            SCALE, THRESHOLD, KEEP_SCALE, False, PRECISION,
+    # Keys past the end spoil only their own rows, which are not stored.
+    whole = length // BLOCK_M * BLOCK_M
+    for m in range(0, whole, BLOCK_M):
+        at = start + m + tl.arange(0, BLOCK_M)
+        dk, dv, _ = _add_key_gradients(
+            queries.load([start + m, head * D]), k, v, grads.load([start + m, head * D]), dk, dv,
+            tl.load(log_sums + head * tokens + at), tl.load(deltas + head * tokens + at),
+            tl.load(hashes + at).to(tl.uint32, bitcast=True), multiplier, shift, there,
+            SCALE, THRESHOLD, False, PRECISION,
         )  # fmt: skip
-        dv = tl.dot(p, do, dv, input_precision=PRECISION)
-        dk = tl.dot(ds, q, dk, input_precision=PRECISION)
+    if whole < length:
+        at = start + whole + tl.arange(0, BLOCK_M)
+        valid = at < start + length
+        dk, dv, _ = _add_key_gradients(
+            queries.load([start + whole, head * D]), k, v, grads.load([start + whole, head * D]), dk, dv,
+            tl.load(log_sums + head * tokens + at, mask=valid, other=float("inf")),
+            tl.load(deltas + head * tokens + at, mask=valid, other=0.0),
+            _load_hash(hashes + at, valid), multiplier, shift, there,
+            SCALE, THRESHOLD, False, PRECISION,
+        )  # fmt: skip
     dk *= SCALE
-    dv = tl.where(there, dv * KEEP_SCALE, 0.0)
     target = _place(grad_qkv, start, key, head * D, 3 * WIDTH, D)
-    tl.store(target + WIDTH, dk.to(k.dtype), mask=there)
-    tl.store(target + 2 * WIDTH, dv.to(k.dtype), mask=there)
+    tl.store(target + WIDTH, dk.to(k.dtype), mask=there[:, None])
+    tl.store(target + 2 * WIDTH, dv.to(k.dtype), mask=there[:, None])
     if BIAS:
-        tile = tl.program_id(1) * tl.num_programs(2) + tl.program_id(2)
+        dv = tl.where(there[:, None], dv, 0.0)
+        tile = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
         tl.store(
             grad_bias + tile * (3 * WIDTH) + 2 * WIDTH + head * D + tl.arange(0, D), tl.sum(dv, 0)
         )
