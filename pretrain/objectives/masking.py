@@ -22,6 +22,7 @@ from configs.errors import UserError
 from configs.schema import MaskingConfig
 from data_prep.shards import Shards, ragged_index
 from pretrain.data.counter import (
+    MASK,
     MASK_KIND,
     MASK_SCORE,
     MASK_TOKEN,
@@ -33,7 +34,7 @@ from pretrain.data.counter import (
 )
 
 KINDS = ("token", "whole-word", "span")
-_CHUNK = 4096  # rows whose sort keys (row, class, score, position) fit 63 bits
+_CHUNK = 1 << 16  # tokens drawn at once: their arrays stay in a core's cache
 
 
 def mask_counts(lengths: np.ndarray, probability: float, cap: int) -> np.ndarray:
@@ -77,7 +78,7 @@ class Masker:
         self.word_start = shards.word_start
         p, longest = config.span_p, config.span_max
         shares = np.cumsum(p * (1 - p) ** np.arange(longest))
-        self._span_edges = (shares / shares[-1] * 2**32).astype(np.int64)[:-1]
+        self._span_edges = (shares / shares[-1] * 2**32).astype(np.uint32)[:-1]
         self._mask_below = round(config.replace_mask * 2**32)
         self._random_below = round((config.replace_mask + config.replace_random) * 2**32)
 
@@ -113,8 +114,9 @@ class Masker:
         """
         out = [tokens.copy()]
         positions = []
-        for first in range(0, len(rows), _CHUNK):
-            piece = slice(first, min(first + _CHUNK, len(rows)))
+        size = max(1, min(_CHUNK // self.max_length, 4096))  # sort keys hold 13 bits of the row
+        for first in range(0, len(rows), size):
+            piece = slice(first, min(first + size, len(rows)))
             begin, end = offsets[piece.start], offsets[piece.stop]
             local = offsets[piece.start : piece.stop + 1] - begin
             chosen = self._draw_chunk(
@@ -144,7 +146,8 @@ class Masker:
 
         score = self._numbers(MASK_SCORE, epochs, rows, row_of, position)
         if self.config.kind == "whole-word":
-            score = score[self._word_of(tokens, structural)[0]]
+            starts = self._word_starts(tokens, structural)
+            score = score[np.flatnonzero(starts)[np.cumsum(starts) - 1]]
         elif self.config.kind == "span":
             score = self._span_scores(tokens, structural, score)
         rank = np.where(structural, 2, self.avoided[tokens])
@@ -175,11 +178,11 @@ class Masker:
     ) -> np.ndarray:
         return token_numbers(stream, self.seed, self.phase, epochs, rows, row, position)
 
-    def _word_of(self, tokens: np.ndarray, structural: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """For each token the place where its word starts, and where words start (bool)."""
+    def _word_starts(self, tokens: np.ndarray, structural: np.ndarray) -> np.ndarray:
+        """Whether a word starts at each token; the first one does, being [CLS]."""
         starts = self.word_start[tokens] | structural
         starts[1:] |= structural[:-1]  # a segment may begin inside a word that was cut
-        return np.maximum.accumulate(np.where(starts, np.arange(len(tokens)), 0)), starts
+        return starts
 
     def _span_scores(
         self, tokens: np.ndarray, structural: np.ndarray, score: np.ndarray
@@ -190,18 +193,23 @@ class Masker:
         with all rows at once. Span lengths follow the geometric distribution cut at span_max
         (mean 3.8 for 0.2 and 10, as published).
         """
-        first, starts = self._word_of(tokens, structural)
+        starts = self._word_starts(tokens, structural)
         places = np.flatnonzero(starts)
-        word_score = score[places].astype(np.int64)
-        segment = np.cumsum(structural)[places]  # spans end with their segment
-        length = 1 + np.searchsorted(self._span_edges, mix(word_score ^ SPAN_LENGTH), "right")
-        length[structural[places]] = 0
-        best = word_score.copy()
+        words = score[places]
+        draw = mix(words ^ np.uint32(SPAN_LENGTH))
+        length = np.ones(len(places), np.int32)
+        for edge in self._span_edges:
+            length += draw >= edge
+        # Spans end with their segment, at the next structural token; one of those is no span.
+        ends = np.flatnonzero(structural[places])
+        count = np.diff(ends, append=len(places))
+        np.minimum(length, np.repeat(ends + count, count) - np.arange(len(places)), out=length)
+        length[ends] = 0
+        best = words.copy()
         for step in range(1, min(self.config.span_max, len(places))):
-            reaches = (length[:-step] > step) & (segment[:-step] == segment[step:])
-            covered = np.where(reaches, word_score[:-step], 2**32)
-            best[step:] = np.minimum(best[step:], covered)
-        return best[np.searchsorted(places, first)]
+            covered = np.where(length[:-step] > step, words[:-step], np.uint32(MASK))
+            np.minimum(best[step:], covered, out=best[step:])
+        return best[np.cumsum(starts) - 1]
 
 
 def check_masking(config: MaskingConfig) -> None:
