@@ -21,6 +21,7 @@ FORWARD_SHORT: dict[str, Any] = {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "
 FORWARD_LONG: dict[str, Any] = {"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 4, "num_stages": 2}
 BACKWARD_SHORT: dict[str, Any] = {"BLOCK_N": 32, "num_warps": 4, "num_stages": 3}
 QUERIES: dict[str, Any] = {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3}
+# Its BLOCK_M divides that of QUERIES, whose kernel fills whole tiles of what this one reads.
 KEYS: dict[str, Any] = {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3}
 
 _TABLES: dict[tuple[Any, ...], Tensor] = {}
@@ -143,17 +144,18 @@ def backward(
         return grad_qkv, partial if biased else None
     queries, keys = QUERIES | (queries or {}), KEYS | (keys or {})
     counts = [triton.cdiv(max_length, queries["BLOCK_M"]), triton.cdiv(max_length, keys["BLOCK_N"])]
-    deltas = torch.empty_like(log_sums)
+    length = channels.shape[-1]
+    stats = torch.empty(3, heads, rows, length, **fp32)
     partial = torch.zeros(rows * max(counts) if biased else 0, 3, heads, width, **fp32)
     kernels.attention_backward_queries[(counts[0], heads, rows)](
         *tiles(queries["BLOCK_M"], queries["BLOCK_N"]), cu_seqlens, rows_hash,
-        _channels(channels, queries["BLOCK_N"]), log_sums, grad_qkv, partial, deltas, tokens,
-        **constants, **queries,
+        _channels(channels, queries["BLOCK_N"]), log_sums, grad_qkv, partial, stats, tokens,
+        LENGTH=length, **constants, **queries,
     )  # fmt: skip
     del constants["KEEP_SCALE"]
     kernels.attention_backward_keys[(counts[1], heads, rows)](
-        *tiles(keys["BLOCK_M"], keys["BLOCK_N"])[:3], cu_seqlens, rows_hash, channels,
-        log_sums, grad_qkv, partial, deltas, tokens, LENGTH=channels.shape[-1], **constants, **keys,
+        *tiles(keys["BLOCK_M"], keys["BLOCK_N"])[:3], cu_seqlens, channels, grad_qkv, partial, stats,
+        LENGTH=length, **constants, **keys,
     )  # fmt: skip
     return grad_qkv, partial if biased else None
 

@@ -197,12 +197,24 @@ def _add_query_gradients(
 
 
 @triton.jit
+def _stats(stats, head, HEADS: tl.constexpr, LENGTH: tl.constexpr):
+    """(place of this program's row and head, size of a plane) in stats [3, HEADS, rows, LENGTH]."""
+    rows = tl.num_programs(2)
+    return stats + (head * rows + tl.program_id(2)) * LENGTH, HEADS * rows * LENGTH
+
+
+@triton.jit
 def attention_backward_queries(
-    queries, keys, grads, outs, cu_seqlens, hashes, channels, log_sums, grad_qkv, grad_bias, deltas, tokens,
+    queries, keys, grads, outs, cu_seqlens, hashes, channels, log_sums, grad_qkv, grad_bias, stats, tokens,
     SCALE: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BIAS: tl.constexpr, THRESHOLD: tl.constexpr, KEEP_SCALE: tl.constexpr, PRECISION: tl.constexpr,
+    BIAS: tl.constexpr, THRESHOLD: tl.constexpr, KEEP_SCALE: tl.constexpr,
+    LENGTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq of a tile of queries, and deltas (of `_delta`) of each query for the kernel below."""
+    """dq of a tile of queries, and what the kernel below needs of each, for that kernel.
+
+    stats fp32 [3, heads, rows, LENGTH]: log-sums, deltas, hashes. There every row starts at a
+    multiple of a vector, and queries past its end are told to have no part.
+    """
     head = tl.program_id(1)
     start, length = _row(cu_seqlens, tl.program_id(2))
     first = tl.program_id(0) * BLOCK_M
@@ -214,10 +226,12 @@ def attention_backward_queries(
     q = queries.load([start + first, head * D])
     do = grads.load([start + first, head * D])
     delta = _delta(outs.load([start + first, head * D]), do, KEEP_SCALE)
-    stats = head * tokens + start + query
-    tl.store(deltas + stats, delta, mask=valid)
-    log_sum = tl.load(log_sums + stats, mask=valid, other=float("inf"))
+    log_sum = tl.load(log_sums + head * tokens + start + query, mask=valid, other=float("inf"))
     rows = _load_hash(hashes + start + query, valid)
+    place, plane = _stats(stats, head, HEADS, LENGTH)
+    tl.store(place + query, log_sum)
+    tl.store(place + plane + query, tl.where(valid, delta, 0.0))
+    tl.store(place + 2 * plane + query, rows.to(tl.float32, bitcast=True))
     dq = tl.zeros([BLOCK_M, D], tl.float32)
     # Masks in the loop cost a quarter of its time: only the last tile, if cut short, has one.
     whole = length // BLOCK_N * BLOCK_N
@@ -241,7 +255,7 @@ def attention_backward_queries(
 
 @triton.jit
 def attention_backward_keys(
-    queries, keys, grads, cu_seqlens, hashes, channels, log_sums, grad_qkv, grad_bias, deltas, tokens,
+    queries, keys, grads, cu_seqlens, channels, grad_qkv, grad_bias, stats,
     SCALE: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BIAS: tl.constexpr, THRESHOLD: tl.constexpr, LENGTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -260,24 +274,14 @@ def attention_backward_keys(
     shift = _load_hash(channels + (HEADS + head) * LENGTH + key, there)
     dk = tl.zeros([BLOCK_N, D], tl.float32)
     dv = tl.zeros([BLOCK_N, D], tl.float32)
+    place, plane = _stats(stats, head, HEADS, LENGTH)
     # Keys past the end spoil only their own rows, which are not stored.
-    whole = length // BLOCK_M * BLOCK_M
-    for m in range(0, whole, BLOCK_M):
-        at = start + m + tl.arange(0, BLOCK_M)
+    for m in range(0, length, BLOCK_M):
+        at = place + m + tl.arange(0, BLOCK_M)
+        rows = tl.load(at + 2 * plane).to(tl.uint32, bitcast=True)
         dk, dv, _ = _add_key_gradients(
             queries.load([start + m, head * D]), k, v, grads.load([start + m, head * D]), dk, dv,
-            tl.load(log_sums + head * tokens + at), tl.load(deltas + head * tokens + at),
-            tl.load(hashes + at).to(tl.uint32, bitcast=True), multiplier, shift, there,
-            SCALE, THRESHOLD, False, PRECISION,
-        )  # fmt: skip
-    if whole < length:
-        at = start + whole + tl.arange(0, BLOCK_M)
-        valid = at < start + length
-        dk, dv, _ = _add_key_gradients(
-            queries.load([start + whole, head * D]), k, v, grads.load([start + whole, head * D]), dk, dv,
-            tl.load(log_sums + head * tokens + at, mask=valid, other=float("inf")),
-            tl.load(deltas + head * tokens + at, mask=valid, other=0.0),
-            _load_hash(hashes + at, valid), multiplier, shift, there,
+            tl.load(at), tl.load(at + plane), rows, multiplier, shift, there,
             SCALE, THRESHOLD, False, PRECISION,
         )  # fmt: skip
     dk *= SCALE
