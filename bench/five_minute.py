@@ -118,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--rows", type=int, default=0, help="held-out rows scored; 0 = all")
     add("--sample", type=float, default=1.0, help="share of BLiMP in the finals")
     add("--seeds", type=int, default=3, help="of fine-tuning")
-    add("--random-seeds", type=int, default=1, help="of fine-tuning from random weights")
+    add("--random-seeds", type=int, default=3, help="of fine-tuning from random weights")
     add("--workers", type=int, default=5, help="fine-tuning processes a card")
     add("--limit-s", type=float, default=1e6, help="seconds from now when fine-tuning must end")
     add("--quick", action="store_true", help="fine-tune on 1%% of the examples: a rehearsal")

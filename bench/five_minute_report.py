@@ -95,8 +95,12 @@ def describe(work: Path, name: str) -> dict[str, str]:
     updates = [r for r in records if r["kind"] == "train"]
     before = next(r["time"] for r in records if r["kind"] == "eval" and r["step"] == 0)
     free = next((r["time"] for r in updates if r["step"] == FREE_UPDATES), before)
-    phase, last = recipe["phases"][0], updates[-1]
-    index = _json(work / "shards" / phase["shards"] / "index.json")
+    last, trained, before_phase = updates[-1], 0.0, 0
+    for phase in recipe["phases"]:
+        index = _json(work / "shards" / phase["shards"] / "index.json")
+        of_phase = min(phase["steps"], last["step"] - before_phase)
+        trained += of_phase * phase["global_batch"] * index["tokens"] / index["rows"]
+        before_phase += of_phase
     timed = 1 - min(1.0, FREE_UPDATES / last["step"])
     settings = (
         f"{phase['global_batch']}, LAMB {phase['schedule']['lr']:g}, "
@@ -104,7 +108,7 @@ def describe(work: Path, name: str) -> dict[str, str]:
     )
     return _cells(
         f"{model['hidden_size']}x{model['num_layers']}", settings,
-        last["epoch"] * index["tokens"] * timed, last["step"], seconds, free - before,
+        trained * timed, last["step"], seconds, free - before,
     )  # fmt: skip
 
 

@@ -49,11 +49,21 @@ TRIES: dict[str, dict[str, list[str]]] = {
         "small-lr-1e-3-batch-128": ["--shape=512x12", "--lr=1e-3", "--batch=128", "--dropout=0"],
     },
 }
-# The runs of the full time; the lower held-out loss of a side is its result. Ours is the recipe.
+# Tries of a minute or two, later: what pairs cost and give, and the rival at a higher rate.
+TRIES_LATER: dict[str, dict[str, list[str]]] = {
+    "ours": {
+        "pairs-only": ["phases.0.shards=pairs"],
+        "mixed-only": ["phases.0.steps=20000", "model.nsp_head=false"],
+    },
+    "rival": {
+        "768x6-lr-3e-4": ["--shape=768x6", "--lr=3e-4", "--batch=256", "--dropout=0"],
+        "512x8-lr-7e-4": ["--shape=512x8", "--lr=7e-4", "--batch=128", "--dropout=0"],
+    },
+}
+# The runs of the full time. Ours is the recipe; the rival has the best settings of its tries.
 FINALS: dict[str, dict[str, list[str]]] = {
     "ours": {"ours-768x6": []},
     "rival": {
-        "rival-768x6": ["--shape=768x6", "--lr=3e-4", "--batch=256", "--dropout=0"],
         "rival-512x8": ["--shape=512x8", "--lr=5e-4", "--batch=256", "--dropout=0"],
     },
 }

@@ -171,8 +171,8 @@ class TrainConfig:
     stop_at: int = (
         0  # stop (with a checkpoint) after this many updates of the whole run; 0 = the end
     )
-    # Minutes of training, without the first updates (which compile): the schedule of the only phase
-    # is stretched over them, and its `steps` only bound the updates. 0 = no limit.
+    # Minutes of training, without the first updates (which compile): the schedule of every phase is
+    # stretched over all of them, and the last one's `steps` only bound its updates. 0 = no limit.
     max_minutes: float = 0.0
     # Start the MLM bias at the log frequencies of the training rows' tokens (2212.09686): otherwise
     # the first updates teach them to the hidden states, all in one direction.

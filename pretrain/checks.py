@@ -29,7 +29,6 @@ from pretrain.checkpoint.folder import (
 from pretrain.data.packing import SMALLEST, round_up
 from pretrain.guard import StopSignals
 from pretrain.objectives.masking import check_masking
-from pretrain.optim.budget import check_budget
 from pretrain.optim.choice import check_implementation
 from pretrain.optim.schedule import check_schedule
 from pretrain.same_tokenizer import check_run_tokenizer
@@ -141,7 +140,6 @@ def _check_keys(recipe: Recipe) -> None:
             raise UserError(f"phases.{number}.steps={phase.steps}", "give a positive number")
         check_schedule(phase.schedule, phase.steps, f"phases.{number}.schedule")
     check_masking(recipe.masking)
-    check_budget(recipe)
     StopSignals(recipe.guard.save_signals)
 
 

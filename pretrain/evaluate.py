@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
     from data_prep.shards import Shards
     from pretrain.model import BertForPreTraining
+
+PAIRS = ("nsp", "sop")  # objectives whose rows have a second segment
 
 
 def main(argv: Sequence[str]) -> int:
@@ -75,8 +78,8 @@ def evaluate(
         device: cuda or cpu; "" takes the GPU if there is one.
 
     Returns:
-        The values of `pretrain.evaluation.Evaluator.run`, then blimp, blimp_pairs, blimp_by_term
-        (percent).
+        The values of `pretrain.evaluation.Evaluator.run`, those of NSP only for a model with its
+        head on rows of pairs; then blimp, blimp_pairs, blimp_seconds, blimp_by_term (percent).
     """
     import torch
     from transformers import AutoTokenizer
@@ -97,7 +100,7 @@ def evaluate(
     scores: dict[str, Any] = {}
     if held_out is not None:
         scores |= _held_out_scores(model, held_out, rows, probability, budget, device)
-        if not opened.config.nsp_head:
+        if not opened.config.nsp_head or held_out.objective not in PAIRS:
             scores = {name: value for name, value in scores.items() if not name.startswith("nsp")}
     if blimp:
         scores |= _blimp_scores(
@@ -145,10 +148,12 @@ def _blimp_scores(
     from pretrain.downstream.blimp import read_pairs, score_pairs, summary
 
     pairs = read_pairs(file, sample)
+    start = time.monotonic()
     result = summary(pairs, score_pairs(model, tokenizer, pairs, budget, quiet=False))
     return {
         "blimp": result["accuracy"],
         "blimp_pairs": result["pairs"],
+        "blimp_seconds": time.monotonic() - start,
         "blimp_by_term": result["by_term"],
     }
 

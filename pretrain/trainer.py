@@ -72,7 +72,6 @@ class Trainer:
         self.stopping = False  # a signal has reached some rank
         self.budget = TimeBudget(
             self.recipe.train.max_minutes,
-            self.recipe.phases[0].steps,
             run.state.get("spent_s", 0.0),
         )
         self.saved = run.step if run.state else -1
@@ -118,7 +117,7 @@ class Trainer:
             run.watchdog.beat("data")
             size = len(batch.micros[0].input_ids)
             with run.watchdog.patience(0.0 if size in shapes else COMPILATION_S):
-                lr = lr_at(phase, self.budget.position(run.step - first + 1))
+                lr = lr_at(phase, self.budget.position(run.step - first + 1, phase.steps))
                 self.update(batch, lr, start, waited)
             shapes.add(size)
             run.watchdog.running()

@@ -3,12 +3,11 @@
 The learning rate follows the share of the time that is spent, so that it reaches its end when the
 time does, on any card (24hBERT, 2104.07705; Cramming, 2212.14034). The clock starts after the first
 FREE_UPDATES of a process, which compile. It counts training only, not evaluation nor saving.
+With several phases each but the last ends after its updates, and the schedule of each is stretched
+over all the minutes: equal schedules are one curve that the phases share.
 """
 
 from __future__ import annotations
-
-from configs.errors import UserError
-from configs.schema import Recipe
 
 FREE_UPDATES = 10
 
@@ -17,15 +16,14 @@ class TimeBudget:
     """Seconds of training, spent and left. With `minutes` 0 there is no limit.
 
     Args:
-        steps: of the phase, over which its schedule is written.
         spent: by earlier starts of the run, from its checkpoint.
 
     `clock` is this process's own count; `spent` is what all processes go by, which must be the
     same on all of them: the trainer sets it to rank 0's clock in each update.
     """
 
-    def __init__(self, minutes: float, steps: int, spent: float = 0.0) -> None:
-        self.seconds, self.steps = 60 * minutes, steps
+    def __init__(self, minutes: float, spent: float = 0.0) -> None:
+        self.seconds = 60 * minutes
         self.clock = self.spent = spent
         self._updates = 0
 
@@ -35,22 +33,13 @@ class TimeBudget:
         if self._updates > FREE_UPDATES:
             self.clock += seconds
 
-    def position(self, update: int) -> float:
-        """Where the schedule stands at `update` of the phase (from 1): in updates, not whole."""
+    def position(self, update: int, steps: int) -> float:
+        """Where the schedule of a phase of so many steps stands at its `update` (from 1): in
+        updates, not whole."""
         if not self.seconds:
             return update
-        return 1 + min(1.0, self.spent / self.seconds) * (self.steps - 1)
+        return 1 + min(1.0, self.spent / self.seconds) * (steps - 1)
 
     @property
     def over(self) -> bool:
         return self.seconds > 0 and self.spent >= self.seconds
-
-
-def check_budget(recipe: Recipe) -> None:
-    """Raises UserError for a budget that cannot be kept."""
-    minutes = recipe.train.max_minutes
-    if minutes and len(recipe.phases) != 1:
-        raise UserError(
-            f"train.max_minutes={minutes:g} with {len(recipe.phases)} phases",
-            "a time budget is for one phase: its schedule is stretched over the minutes",
-        )

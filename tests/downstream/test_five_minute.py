@@ -13,14 +13,14 @@ import torch
 from bench import five_minute_rival as rival
 from bench.five_minute_finetune import TASKS, collect, score_of
 from bench.five_minute_report import write_report
-from bench.five_minute_runs import FINALS, TRIES, Workplace
+from bench.five_minute_runs import FINALS, SIDES, TRIES, TRIES_LATER, Workplace
 from configs import UserError, load_recipe
 from configs.model import ModelConfig, resolve_model
 from data_prep.shards import open_shards
 from pretrain.evaluation import unigram
 from pretrain.model import build
 from pretrain.model.init import start_at_sinusoids, start_at_unigram
-from pretrain.optim.budget import FREE_UPDATES, TimeBudget, check_budget
+from pretrain.optim.budget import FREE_UPDATES, TimeBudget
 from pretrain.optim.schedule import lr_at
 from tests.synthetic import make_shards
 
@@ -40,7 +40,7 @@ def tiny(vocab_size: int = 90) -> ModelConfig:
 
 def test_budget_stretches_the_schedule_over_the_time() -> None:
     phase = load_recipe("five-minute").phases[0]
-    budget = TimeBudget(5, phase.steps)
+    budget = TimeBudget(5)
     for _ in range(FREE_UPDATES):
         budget.add(60.0)  # they compile
     assert budget.clock == 0
@@ -48,22 +48,27 @@ def test_budget_stretches_the_schedule_over_the_time() -> None:
     while not budget.over:
         budget.add(1.5)
         budget.spent = budget.clock
-        rates.append(lr_at(phase, budget.position(len(rates) + 1)))
+        rates.append(lr_at(phase, budget.position(len(rates) + 1, phase.steps)))
     assert len(rates) == 200
     assert rates[11] == pytest.approx(phase.schedule.lr, rel=0.01)  # 6% of 200 warm up
     assert rates[105] == pytest.approx(phase.schedule.lr / 2, rel=0.01)
     assert rates[-1] == 0
-    assert TimeBudget(5, phase.steps, spent=300.0).over  # a resumed run has no time left
-    assert not TimeBudget(0, 10).over and TimeBudget(0, 10).position(7) == 7
+    assert TimeBudget(5, spent=300.0).over  # a resumed run has no time left
+    assert not TimeBudget(0).over and TimeBudget(0).position(7, 10) == 7
+
+
+def test_phases_share_one_curve_over_the_time() -> None:
+    first, last = load_recipe("five-minute").phases
+    assert (first.shards, last.shards) == ("mixed", "pairs")
+    budget = TimeBudget(5, spent=200.0)
+    before, after = (lr_at(p, budget.position(1, p.steps)) for p in (first, last))
+    assert before == pytest.approx(after, rel=1e-3)
+    assert after == pytest.approx(first.schedule.lr * (1 - 200 / 300) / 0.94, rel=0.01)
 
 
 def test_budget_refuses_what_it_cannot_keep() -> None:
     with pytest.raises(UserError, match=r"train.max_minutes=-1"):
         load_recipe("five-minute", ["train.max_minutes=-1"])
-    recipe = load_recipe("five-minute")
-    recipe.phases *= 2
-    with pytest.raises(UserError, match="with 2 phases"):
-        check_budget(recipe)
 
 
 def test_the_model_starts_at_the_unigram(shards: Path) -> None:
@@ -160,7 +165,9 @@ def test_table_takes_the_mean_over_what_all_have(tmp_path: Path) -> None:
             leave(model, "sst-2", seed, 5e-5, accuracy=70 + plus + seed)
         leave(model, "mrpc", 1, f1=80 + plus, accuracy=60.0)
     leave("ours", "sst-2", 1, 2e-4, accuracy=99.0)  # the rival did not get to this rate
+    leave("ours", "sst-2", 3, accuracy=99.0)  # nor to this seed
     leave("ours", "rte", 1, accuracy=99.0)  # nor to this task
+    leave("random", "mrpc", 1, f1=50.0, accuracy=50.0)
     table = collect(tmp_path / "finetune")
     assert table["ours"]["sst-2"] == {
         "mean": 87.5,
@@ -170,15 +177,17 @@ def test_table_takes_the_mean_over_what_all_have(tmp_path: Path) -> None:
     }
     assert table["rival"]["mean"] == (81.5 + 70.0) / 2
     assert table["ours"]["mean"] - table["rival"]["mean"] == 4.5
+    assert "mean" not in table["random"]  # it has one of the two
     assert "| mean of mrpc, sst-2 | 80.25 | 75.75 |" in write_report(tmp_path)
     assert score_of("cola", {"matthews": 12.0, "accuracy": 70.0}) == 12.0
 
 
 def test_tries_are_recipes_and_options_that_exist() -> None:
-    for options in [*TRIES["ours"].values(), *FINALS["ours"].values()]:
+    tries = {s: [*TRIES[s].values(), *TRIES_LATER[s].values(), *FINALS[s].values()] for s in SIDES}
+    for options in tries["ours"]:
         recipe = load_recipe("five-minute", options)
         resolve_model(recipe.model, 16384)
-    for options in [*TRIES["rival"].values(), *FINALS["rival"].values()]:
+    for options in tries["rival"]:
         rival.parser().parse_args(["--rows", "a", "--tokenizer", "b", "--out", "c", *options])
-    assert len(TRIES["rival"]) + len(FINALS["rival"]) >= len(TRIES["ours"]) + len(FINALS["ours"])
+    assert len(tries["rival"]) >= len(tries["ours"])
     assert set(TASKS) == {"sst-2", "mrpc", "rte", "cola", "sts-b", "rt-polarity", "wnut-17"}
