@@ -72,6 +72,7 @@ _TITLES = {
 _SCORES = {
     "mlm_loss": "held-out MLM loss (nats)",
     "mlm_accuracy": "held-out MLM accuracy",
+    "pseudo_perplexity": "pseudo-perplexity (every token masked alone)",
     "blimp": "BLiMP (%)",
 }
 

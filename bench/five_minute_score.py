@@ -23,6 +23,7 @@ def main() -> None:
     parser.add_argument("models", nargs="+", help="NAME=run or HF folder")
     parser.add_argument("--held-out", required=True, help="shard set whose held-out part is scored")
     parser.add_argument("--rows", type=int, default=0)
+    parser.add_argument("--pseudo-rows", type=int, default=128, help="for the pseudo-perplexity")
     parser.add_argument("--sample", type=float, default=1.0, help="share of BLiMP, 0 = none")
     parser.add_argument("--blimp", default="", help="BLiMP's parquet")
     parser.add_argument("--out", required=True)
@@ -38,6 +39,7 @@ def main() -> None:
             Path(folder),
             rows,
             rows=options.rows,
+            pseudo_rows=options.pseudo_rows,
             blimp=options.blimp if options.sample else "",
             sample=options.sample or 1.0,
         )

@@ -1,4 +1,4 @@
-"""`python -m pretrain evaluate MODEL`: held-out MLM and NSP scores, and BLiMP."""
+"""`python -m pretrain evaluate MODEL`: held-out MLM and NSP scores, pseudo-perplexity, BLiMP."""
 
 from __future__ import annotations
 
@@ -33,6 +33,8 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"--probability {options.probability}", "a share of the tokens: 0.15")
     if options.rows < 0:
         raise UserError(f"--rows {options.rows}", "a number of rows, or 0 for all")
+    if options.pseudo_rows < 0:
+        raise UserError(f"--pseudo-rows {options.pseudo_rows}", "a number of rows, or 0 for none")
     held_out = _held_out(Path(options.shards)) if options.shards else None
     if options.blimp and not Path(options.blimp).is_file():
         raise UserError(f"{options.blimp}: no such file", "name BLiMP's parquet file")
@@ -43,6 +45,7 @@ def main(argv: Sequence[str]) -> int:
         Path(options.model),
         held_out,
         rows=options.rows,
+        pseudo_rows=options.pseudo_rows,
         probability=options.probability,
         blimp=options.blimp,
         sample=options.sample,
@@ -64,6 +67,7 @@ def evaluate(
     held_out: Shards | None = None,
     *,
     rows: int = 0,
+    pseudo_rows: int = 0,
     probability: float = 0.15,
     blimp: str = "",
     sample: float = 1.0,
@@ -73,13 +77,15 @@ def evaluate(
 
     Args:
         held_out: opened held-out shards; None leaves MLM and NSP out. rows: 0 = all of them.
+        pseudo_rows: so many of them also have every token masked alone (one forward pass of a row
+            for each of its tokens); 0 leaves the pseudo-perplexity out.
         probability: of masking. The masks depend on the rows alone, so models can be compared.
         blimp: BLiMP's parquet file; "" leaves it out. sample: share of its pairs.
         device: cuda or cpu; "" takes the GPU if there is one.
 
     Returns:
         The values of `pretrain.evaluation.Evaluator.run`, those of NSP only for a model with its
-        head on rows of pairs; then blimp, blimp_pairs, blimp_seconds, blimp_by_term (percent).
+        head on rows of pairs; pseudo_perplexity, pseudo_tokens; blimp, blimp_pairs, blimp_seconds, blimp_by_term (percent).
     """
     import torch
     from transformers import AutoTokenizer
@@ -102,6 +108,11 @@ def evaluate(
         scores |= _held_out_scores(model, held_out, rows, probability, budget, device)
         if not opened.config.nsp_head or held_out.objective not in PAIRS:
             scores = {name: value for name, value in scores.items() if not name.startswith("nsp")}
+        if pseudo_rows:
+            from pretrain.downstream.pseudo import pseudo_perplexity
+
+            value, count = pseudo_perplexity(model, held_out, pseudo_rows, budget)
+            scores |= {"pseudo_perplexity": value, "pseudo_tokens": count}
     if blimp:
         scores |= _blimp_scores(
             model, cast("PreTrainedTokenizerFast", tokenizer), blimp, sample, budget
@@ -170,6 +181,12 @@ def _parser() -> argparse.ArgumentParser:
     add("model", metavar="MODEL", help="work_dir, train folder, checkpoint or HF folder")
     add("--shards", help="shard set whose held-out part is scored (or the held-out folder itself)")
     add("--rows", type=int, default=0, help="held-out rows scored; 0 = all")
+    add(
+        "--pseudo-rows",
+        type=int,
+        default=16,
+        help="held-out rows for the pseudo-perplexity (default 16; 0 = none)",
+    )
     add("--probability", type=float, default=0.15, help="masking probability (default 0.15)")
     add("--blimp", default="", help="BLiMP as parquet: scored by pseudo-log-likelihood")
     add("--sample", type=float, default=1.0, help="share of BLiMP's pairs (default 1)")

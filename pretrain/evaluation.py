@@ -76,7 +76,8 @@ class Evaluator:
                 yield self._builder.micro(plan, np.zeros(len(rows), np.int64), rows)
 
     def run(self, model: Scored) -> dict[str, float]:
-        """mlm_loss (nats a predicted token), mlm_accuracy, pseudo_perplexity, nsp_loss (nats a row),
+        """mlm_loss (nats a predicted token), mlm_accuracy, mlm_perplexity (exp of the loss, at the masking
+        rate of `masking`: not the pseudo-perplexity), nsp_loss (nats a row),
         nsp_accuracy, rows, tokens, masked; unigram_loss if asked for. Without dropout; leaves the
         model in the mode it was in. A collective over `group`.
         """
@@ -101,7 +102,7 @@ class Evaluator:
         result = {
             "mlm_loss": loss,
             "mlm_accuracy": mlm_right / max(masked, 1),
-            "pseudo_perplexity": math.exp(min(loss, 700.0)),
+            "mlm_perplexity": math.exp(min(loss, 700.0)),
             "nsp_loss": nsp / max(rows, 1),
             "nsp_accuracy": nsp_right / max(rows, 1),
             "rows": int(rows),

@@ -100,7 +100,7 @@ def self_check(folder: Path, model: BertForPreTraining) -> float:
     from transformers import AutoModelForMaskedLM, AutoModelForPreTraining, AutoTokenizer
     from transformers.utils import logging
 
-    from pretrain.downstream.blimp import uniform_rows
+    from pretrain.downstream.pseudo import uniform_rows
 
     logging.disable_progress_bar()
     config = model.config

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from configs.loading import to_dict
 from pretrain.checkpoint.writer import Writer
-from pretrain.downstream.blimp import uniform_rows
+from pretrain.downstream.pseudo import uniform_rows
 from tests.trainer.layouts import Layout, config, make_engine, make_groups, train
 
 LAYOUTS = (

@@ -148,7 +148,7 @@ def test_b45_fused_rows_land_where_the_trainer_splits_them(
     # Eight sentences through the trainer's model and the exported one.
     from transformers import AutoModelForPreTraining
 
-    from pretrain.downstream.blimp import uniform_rows
+    from pretrain.downstream.pseudo import uniform_rows
 
     ids = torch.randint(27, (8, 12), generator=torch.Generator().manual_seed(2))
     theirs = AutoModelForPreTraining.from_pretrained(out).eval()

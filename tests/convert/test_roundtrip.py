@@ -136,7 +136,7 @@ def test_google_checkpoint_computes_what_its_own_arithmetic_says(real_data: Path
     from scipy.special import erf
 
     from pretrain.convert.native import to_model
-    from pretrain.downstream.blimp import uniform_rows
+    from pretrain.downstream.pseudo import uniform_rows
 
     prefix = real_data / "models/tf-bert-tiny-test-checkpoint/bert_model.ckpt"
     bundle = Bundle(prefix)
@@ -256,7 +256,7 @@ def test_minilm_real_weights_keep_their_bytes(tmp_path: Path, minilm: Path) -> N
 
     from pretrain.convert.native import to_model
     from pretrain.convert.opening import open_model
-    from pretrain.downstream.blimp import uniform_rows
+    from pretrain.downstream.pseudo import uniform_rows
 
     run = import_model(minilm, tmp_path / "run")
     out = export(run, tmp_path / "out")

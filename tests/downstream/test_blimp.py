@@ -16,11 +16,11 @@ from pretrain.convert.native import to_model
 from pretrain.downstream.blimp import (
     Pairs,
     probe,
-    pseudo_log_likelihood,
     read_pairs,
     score_pairs,
     summary,
 )
+from pretrain.downstream.pseudo import of_sentences
 
 SENTENCES = ["the cat sat", "a very good film", "dog", "", "who is not the cat", "the dog sat"]
 
@@ -50,7 +50,7 @@ def one_by_one(tiny_model: Path, tokenizer, sentence: str) -> float:
 @pytest.mark.parametrize("budget", [8, 33, 4096])
 def test_scores_are_the_definition_for_any_batch(model, tiny_model, tokenizer, budget: int) -> None:
     wanted = [one_by_one(tiny_model, tokenizer, s) for s in SENTENCES]
-    got = pseudo_log_likelihood(model, tokenizer, SENTENCES, budget)
+    got = of_sentences(model, tokenizer, SENTENCES, budget)
     np.testing.assert_allclose(got, wanted, atol=1e-4)
     assert got[3] == 0
 

@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from configs import UserError
@@ -52,6 +53,7 @@ def test_run_and_hf_folder_score_alike(
     assert main(command) == 0
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert last["mlm_loss"] == scores[0]["mlm_loss"] and last["blimp_pairs"] == 30
+    assert last["pseudo_perplexity"] != last["mlm_perplexity"] and last["blimp_seconds"] > 0
 
 
 def test_held_out_scores_equal_transformers(tiny_model: Path, shards: Path) -> None:
@@ -89,6 +91,38 @@ def test_held_out_scores_equal_transformers(tiny_model: Path, shards: Path) -> N
     assert ours["mlm_loss"] == pytest.approx(loss / count, abs=1e-5)
 
 
+def test_pseudo_perplexity_is_the_definition(tiny_model: Path, shards: Path) -> None:
+    """By transformers, one forward pass a token: of the rows that were chosen, all tokens but [CLS]
+    and [SEP], token types as in the rows."""
+    import torch
+    from transformers import BertForPreTraining
+
+    from pretrain.data.order import RowOrder
+
+    held = held_out(shards)
+    reference = BertForPreTraining.from_pretrained(tiny_model).eval()
+    total, count = 0.0, 0
+    special = (held.special_ids["cls"], held.special_ids["sep"])
+    for row in RowOrder(held.num_rows, 0).rows(0, 3)[1]:
+        read = held.rows(np.array([row]))
+        ids = torch.from_numpy(read.tokens.astype(np.int64))
+        types = (torch.arange(len(ids)) >= int(read.segment_b[0])).long() * int(
+            read.segment_b[0] > 0
+        )
+        assert types.any()  # pairs, so that their types matter
+        for place in (i for i, token in enumerate(ids.tolist()) if token not in special):
+            masked = ids.clone()
+            masked[place] = held.special_ids["mask"]
+            with torch.no_grad():
+                logits = reference(masked[None], token_type_ids=types[None]).prediction_logits
+            total += torch.log_softmax(logits[0, place].double(), -1)[ids[place]].item()
+            count += 1
+    ours = evaluate(tiny_model, held, pseudo_rows=3)
+    assert ours["pseudo_tokens"] == count
+    assert ours["pseudo_perplexity"] == pytest.approx(np.exp(-total / count), rel=1e-4)
+    assert "pseudo_perplexity" not in evaluate(tiny_model, held)
+
+
 def test_shards_of_another_tokenizer_are_refused(
     tmp_path: Path, tiny_model: Path, shards: Path
 ) -> None:
@@ -108,6 +142,6 @@ def test_early_refusals(tmp_path: Path) -> None:
     (tmp_path / "b").touch()
     with pytest.raises(UserError, match="x: no such folder"):
         main(["x", "--blimp", str(tmp_path / "b")])
-    for option, value in (("--probability", "1.5"), ("--rows", "-1")):
+    for option, value in (("--probability", "1.5"), ("--rows", "-1"), ("--pseudo-rows", "-1")):
         with pytest.raises(UserError, match=f"{option} {value}"):
             main(["x", "--blimp", "b", f"{option}={value}"])

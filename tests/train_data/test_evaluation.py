@@ -64,7 +64,7 @@ def test_averages_are_per_token_and_per_row(folder) -> None:
     _, labels, _ = collect(Evaluator(shards, MaskingConfig()))
     assert first["mlm_loss"] == pytest.approx(np.mean(labels % 7), rel=1e-6)
     assert first["mlm_accuracy"] == pytest.approx(np.mean(labels % 2 == 0), rel=1e-6)
-    assert first["pseudo_perplexity"] == pytest.approx(math.exp(first["mlm_loss"]))
+    assert first["mlm_perplexity"] == pytest.approx(math.exp(first["mlm_loss"]))
     assert first["rows"] == 203 and first["masked"] == len(labels)
     assert first["tokens"] == shards.lengths.sum()
     assert model.training and model.modes == {False}
