@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 RANDOM = "random:"
+_FETCH = "run `hf download {} --local-dir FOLDER` where there is a network, copy it, name FOLDER"
 
 
 def split_random(model: str) -> tuple[str, bool]:
@@ -33,10 +34,8 @@ def load_tokenizer(model: str, max_length: int = 0) -> PreTrainedTokenizerFast:
         tokenizer = AutoTokenizer.from_pretrained(name, use_fast=True)
         config = AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"{name}: no model with a tokenizer ({str(error).splitlines()[0]})",
-            "name an exported folder, a run, or a hub model",
-        ) from None
+        why = str(error).splitlines()[0]
+        raise UserError(f"{name}: no model with a tokenizer ({why})", _way_out(name, why)) from None
     if len(tokenizer) > config.vocab_size:
         raise UserError(
             f"{name}: the tokenizer has {len(tokenizer)} entries, the model {config.vocab_size}",
@@ -73,9 +72,8 @@ def load_for_task(auto_class: Any, model: str, **settings: Any) -> PreTrainedMod
     try:
         loaded, info = auto_class.from_pretrained(name, output_loading_info=True, **settings)
     except (OSError, ValueError, RuntimeError) as error:
-        raise UserError(
-            f"{name}: not loaded ({str(error).splitlines()[0]})", "export it again"
-        ) from None
+        why = str(error).splitlines()[0]
+        raise UserError(f"{name}: not loaded ({why})", _way_out(name, why)) from None
     encoder = f"{loaded.base_model_prefix}."
     missing = sorted(info["missing_keys"])
     mismatched = [str(entry[0]) for entry in info["mismatched_keys"]]
@@ -96,6 +94,20 @@ def load_for_task(auto_class: Any, model: str, **settings: Any) -> PreTrainedMod
             f"names in the file must start with {encoder} and fit its config; only the task head may be new",
         )
     return loaded
+
+
+def _way_out(name: str, why: str) -> str:
+    """What to do about a model that was not loaded: a folder, a hub name without a network, or
+    one that the hub does not know."""
+    if Path(name).is_dir():
+        return "an incomplete folder: export it again, or name a run"
+    if "connect" not in why.lower():
+        return "the hub's names are owner/name; a private model needs `hf auth login`"
+    from huggingface_hub.constants import HF_HUB_OFFLINE
+
+    if HF_HUB_OFFLINE:
+        return f"HF_HUB_OFFLINE is set and the cache lacks it: unset it, or {_FETCH.format(name)}"
+    return f"no network: {_FETCH.format(name)}"
 
 
 def weights_digest(model: str) -> str:

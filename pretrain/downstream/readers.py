@@ -305,7 +305,8 @@ def _read_hub(task: Task, data: str) -> dict[str, list[Row]]:
     except Exception as error:  # the hub client raises a dozen kinds, all of which mean this
         raise UserError(
             f"{'/'.join(where)}: not loaded from the hub ({type(error).__name__}: {error})",
-            "check name and network, or pass --data FOLDER with local files",
+            "check name, network and HF_HUB_OFFLINE, or pass --data FOLDER with the files"
+            " (pretrain/downstream/README.md names them)",
         ) from None
     splits = {}
     for split, names in task.splits:

@@ -280,6 +280,26 @@ def test_early_refusals_of_the_command(tmp_path: Path, tiny_model: Path) -> None
     assert not (tmp_path / "out").exists()
 
 
+def test_hub_names_that_cannot_be_had_name_the_way_out(tmp_path: Path, tiny_model: Path) -> None:
+    """Tests run with HF_HUB_OFFLINE=1: every hub name is one that is not in the cache."""
+    (tmp_path / "t.jsonl").write_text('{"text": "a", "label": "x"}\n{"text": "b", "label": "y"}\n')
+    out, files = (
+        ["--out", str(tmp_path / "out")],
+        [f"--{s}={tmp_path}/t.jsonl" for s in ("train", "dev")],
+    )
+    with pytest.raises(UserError) as error:
+        main(["classify", "--model", "google-bert/no-such-bert", *out, *files])
+    assert "google-bert/no-such-bert: no model" in str(error.value)
+    assert "HF_HUB_OFFLINE is set" in error.value.remedy
+    assert "hf download google-bert/no-such-bert --local-dir" in error.value.remedy
+    with pytest.raises(UserError) as error:
+        main(["mrpc", "--model", str(tiny_model), *out])
+    assert "nyu-mll/glue/mrpc: not loaded" in str(error.value) and "--data" in error.value.remedy
+    with pytest.raises(UserError, match=r"no such folder"):
+        main(["classify", "--model", "bert-base-uncased", *out, *files])
+    assert not (tmp_path / "out").exists()
+
+
 def test_rows_longer_than_the_models_positions_are_refused_with_the_option(
     tiny_model: Path,
 ) -> None:
