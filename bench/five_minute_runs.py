@@ -49,11 +49,12 @@ TRIES: dict[str, dict[str, list[str]]] = {
         "small-lr-1e-3-batch-128": ["--shape=512x12", "--lr=1e-3", "--batch=128", "--dropout=0"],
     },
 }
-# Tries of a minute or two, later: what pairs cost and give, and the rival at a higher rate.
+# Tries of a minute or two, later: what pairs cost (with shards of their own), and the rival at a
+# higher rate.
 TRIES_LATER: dict[str, dict[str, list[str]]] = {
     "ours": {
-        "pairs-only": ["phases.0.shards=pairs"],
-        "mixed-only": ["phases.0.steps=20000", "model.nsp_head=false"],
+        "pairs-only": ["shards.mixed.objective=nsp", "model.nsp_head=true"],
+        "mixed-only": [],
     },
     "rival": {
         "768x6-lr-3e-4": ["--shape=768x6", "--lr=3e-4", "--batch=256", "--dropout=0"],
