@@ -20,9 +20,8 @@ from random import Random
 
 import numpy as np
 
+from configs.objectives import PAIR_OBJECTIVES
 from data_prep.shards import Rows, offsets_of, ragged_index
-
-OBJECTIVES = ("nsp", "sop", "full-sentences", "doc-sentences", "single")
 
 
 @dataclass
@@ -81,7 +80,7 @@ def plan_rows(
         _full_sentences(pool, chosen, rng_of, max_length - 2, plan)
         return
     make = {"nsp": _nsp, "sop": _sop, "doc-sentences": _doc_sentences, "single": _single}[objective]
-    room = max_length - (3 if objective in ("nsp", "sop") else 2)
+    room = max_length - (3 if objective in PAIR_OBJECTIVES else 2)
     for document in chosen:
         rng = rng_of(document)
         target = room

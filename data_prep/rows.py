@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from configs.objectives import PAIR_OBJECTIVES
 from configs.schema import MaskingConfig, ShardsConfig
 from data_prep.arrays import is_whole, load_arrays, load_meta, save_arrays
 from data_prep.documents import Context, forget, select
@@ -89,7 +90,7 @@ def build_group(context: SetContext, group: Group) -> dict[str, Any]:
         )
     keys = _row_keys(context.seed, group, len(plan))
     order = np.argsort(keys, kind="stable")
-    pairs = shards.objective in ("nsp", "sop")
+    pairs = shards.objective in PAIR_OBJECTIVES
     pieces = []
     for first in range(0, max(len(order), 1), _ROWS_AT_ONCE):
         chosen_rows = order[first : first + _ROWS_AT_ONCE]

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from configs import Recipe, UserError, say
+from configs.objectives import OBJECTIVES
 from configs.schema import MaskingConfig, ShardsConfig, SourceConfig
-from data_prep.pairs import OBJECTIVES
 
 # Modules that cannot change what a build writes.
 _NO_INFLUENCE = {

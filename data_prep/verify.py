@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from configs import Progress, UserError, load_recipe, say
+from configs.objectives import PAIR_OBJECTIVES
 from data_prep.shard_index import (
     HELD_OUT,
     INDEX,
@@ -244,7 +245,7 @@ def _check_rows(batch: pa.RecordBatch, index: dict[str, Any]) -> Iterator[tuple[
         ("a row that does not start with [CLS]", values[offsets[:-1]] != special["cls"]),
         ("a row that does not end with [SEP]", values[offsets[1:] - 1] != special["sep"]),
     ]
-    pairs = index["objective"] in ("nsp", "sop")
+    pairs = index["objective"] in PAIR_OBJECTIVES
     if pairs:
         rules.append(("a pair without a second segment", segment_b < 3))
         before = values[offsets[:-1] + np.maximum(segment_b, 1) - 1]

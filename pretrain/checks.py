@@ -14,9 +14,10 @@ from configs.errors import UserError
 from configs.files import make_folder
 from configs.loading import to_dict
 from configs.memory import GIB, largest_micro_batch, training_bytes
-from configs.model import ModelConfig, padded_vocab, parameter_count, resolve_model
+from configs.model import ModelConfig, parameter_count
 from configs.schema import Recipe
 from data_prep.shards import Shards, open_shards
+from pretrain.check_model import check_model
 from pretrain.checkpoint.folder import (
     KINDS,
     Damaged,
@@ -95,7 +96,7 @@ def check(recipe: Recipe, env: Mapping[str, str]) -> Plan:
         )
     shards = _open_all(recipe)
     first = next(iter(shards.values()))
-    model = _check_model(recipe, first, shards)
+    model = check_model(recipe, first, shards)
     plan = Plan(
         recipe,
         model,
@@ -195,42 +196,6 @@ def _open_all(recipe: Recipe) -> dict[str, Shards]:
     for s in opened.values():
         check_run_tokenizer(vocab, s.folder)
     return opened
-
-
-def _check_model(recipe: Recipe, first: Shards, shards: Mapping[str, Shards]) -> ModelConfig:
-    model = resolve_model(recipe.model, first.vocab_size)
-    tp = recipe.parallel.tp
-    if model.vocab_size < first.vocab_size:
-        raise UserError(
-            f"model.vocab_size={model.vocab_size} is below the tokenizer's {first.vocab_size}",
-            "leave model.vocab_size at 0: it comes from the tokenizer",
-        )
-    for name in ("num_heads", "intermediate_size"):
-        value = getattr(model, name)
-        if value % tp:
-            raise UserError(
-                f"model.{name}={value} is not divisible by parallel.tp={tp}",
-                f"tp must divide {value}",
-            )
-    if padded_vocab(model, tp) % tp:
-        raise UserError(
-            f"the padded vocabulary {padded_vocab(model, tp)} is not divisible by parallel.tp={tp}",
-            "choose a vocab_pad_multiple of at least 1",
-        )
-    for name, s in shards.items():
-        if s.max_length > model.max_position_embeddings:
-            raise UserError(
-                f"shards.{name} has rows of up to {s.max_length} tokens, "
-                f"model.max_position_embeddings={model.max_position_embeddings}",
-                f"set model.max_position_embeddings to {s.max_length} or more",
-            )
-        if s.objective in ("nsp", "sop") and model.type_vocab_size < 2:
-            raise UserError(
-                f"shards.{name} has rows of two segments, model.type_vocab_size=1", "set it to 2"
-            )
-        if not s.num_rows:
-            raise UserError(f"{s.folder} holds no rows", "give the recipe more text")
-    return model
 
 
 def _check_batches(recipe: Recipe, plan: Plan) -> None:

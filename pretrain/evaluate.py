@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from configs import UserError, say
+from configs.objectives import PAIR_OBJECTIVES
 from configs.schema import MaskingConfig
 from pretrain.same_tokenizer import vocabulary
 
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
 
     from data_prep.shards import Shards
     from pretrain.model import BertForPreTraining
-
-PAIRS = ("nsp", "sop")  # objectives whose rows have a second segment
 
 
 def main(argv: Sequence[str]) -> int:
@@ -106,7 +105,7 @@ def evaluate(
     scores: dict[str, Any] = {}
     if held_out is not None:
         scores |= _held_out_scores(model, held_out, rows, probability, budget, device)
-        if not opened.config.nsp_head or held_out.objective not in PAIRS:
+        if not opened.config.nsp_head or held_out.objective not in PAIR_OBJECTIVES:
             scores = {name: value for name, value in scores.items() if not name.startswith("nsp")}
         if pseudo_rows:
             from pretrain.downstream.pseudo import pseudo_perplexity

@@ -11,6 +11,7 @@ from pathlib import Path
 from configs import UserError
 from configs.loading import to_dict
 from configs.model import parameter_count, resolve_model
+from configs.objectives import check_objective
 from configs.schema import Profile, Recipe
 
 STARTERS = ("srun", "torchrun", "deepspeed")
@@ -237,6 +238,8 @@ def _check_recipe(recipe: Recipe, world: int) -> None:
             )
         sets = recipe.shards
         longest = sets[phase.shards].max_length if phase.shards in sets else 0
+        if phase.shards in sets:
+            check_objective(model, phase.shards, sets[phase.shards].objective)
         if 0 < parallel.micro_batch_tokens < longest:
             raise UserError(
                 f"parallel.micro_batch_tokens={parallel.micro_batch_tokens} is below the {longest} "

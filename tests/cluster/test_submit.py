@@ -190,6 +190,11 @@ def test_starters_run_once_a_node(capsys, recipe, profile, starter):
             ["shards.len128.max_length=128", "parallel.micro_batch_tokens=127"],
             "micro_batch_tokens=127 is below the 128 tokens",
         ),
+        (
+            "tasks_per_node: 1",
+            ["shards.len128.objective=full-sentences"],
+            "shards.len128 has rows without a next sentence",
+        ),
     ],
 )
 def test_bad_input_is_named_before_anything_is_queued(recipe, profile, site, arguments, named):

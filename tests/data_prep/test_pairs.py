@@ -10,7 +10,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from data_prep.pairs import OBJECTIVES, Plan, Pool, assemble, plan_rows
+from configs.objectives import OBJECTIVES
+from data_prep.pairs import Plan, Pool, assemble, plan_rows
 
 CLS, SEP, FIRST = 1, 2, 10
 Corpus = list[list[int]]  # sentence lengths of each document

@@ -309,6 +309,17 @@ def test_b35_another_apex_is_told_apart(nvidia, run, tmp_path, monkeypatch):
         plan(run, "optimizer.implementation=apex")
 
 
+def test_a_next_sentence_head_is_refused_on_rows_without_one(run, tmp_path):
+    for length in (32, 48):
+        folder = tmp_path / "single" / f"len{length}"
+        make_shards(folder, rows=200, max_length=length, vocab_size=203, pairs=False)
+    where = f"train.shards_dir={tmp_path / 'single'}"
+    with pytest.raises(UserError, match="rows without a next sentence") as refused:
+        plan(run, where)
+    assert "len32" in refused.value.what and "model.nsp_head=false" in refused.value.remedy
+    assert not plan(run, where, "model.nsp_head=false").model.nsp_head
+
+
 def test_refusals_need_no_torch(run):
     code = f"""
         import sys

@@ -1,0 +1,58 @@
+"""Whether a recipe's model fits its layout and its shards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from configs.errors import UserError
+from configs.model import ModelConfig, padded_vocab, resolve_model
+from configs.objectives import PAIR_OBJECTIVES, check_objective
+from configs.schema import Recipe
+from data_prep.shards import Shards
+
+
+def check_model(recipe: Recipe, first: Shards, shards: Mapping[str, Shards]) -> ModelConfig:
+    """The model of a recipe with the sizes that come from its shards.
+
+    Args:
+        first: the set of the first phase; its tokenizer gives the vocabulary size.
+        shards: every set that a phase trains on, by its name in the recipe.
+
+    Raises:
+        UserError: vocabulary, heads or MLP against tp; rows longer than the positions; rows of
+            pairs without token types; an NSP head on rows that are no pairs; an empty set.
+    """
+    model = resolve_model(recipe.model, first.vocab_size)
+    tp = recipe.parallel.tp
+    if model.vocab_size < first.vocab_size:
+        raise UserError(
+            f"model.vocab_size={model.vocab_size} is below the tokenizer's {first.vocab_size}",
+            "leave model.vocab_size at 0: it comes from the tokenizer",
+        )
+    for name in ("num_heads", "intermediate_size"):
+        value = getattr(model, name)
+        if value % tp:
+            raise UserError(
+                f"model.{name}={value} is not divisible by parallel.tp={tp}",
+                f"tp must divide {value}",
+            )
+    if padded_vocab(model, tp) % tp:
+        raise UserError(
+            f"the padded vocabulary {padded_vocab(model, tp)} is not divisible by parallel.tp={tp}",
+            "choose a vocab_pad_multiple of at least 1",
+        )
+    for name, s in shards.items():
+        if s.max_length > model.max_position_embeddings:
+            raise UserError(
+                f"shards.{name} has rows of up to {s.max_length} tokens, "
+                f"model.max_position_embeddings={model.max_position_embeddings}",
+                f"set model.max_position_embeddings to {s.max_length} or more",
+            )
+        if s.objective in PAIR_OBJECTIVES and model.type_vocab_size < 2:
+            raise UserError(
+                f"shards.{name} has rows of two segments, model.type_vocab_size=1", "set it to 2"
+            )
+        check_objective(model, name, s.objective)
+        if not s.num_rows:
+            raise UserError(f"{s.folder} holds no rows", "give the recipe more text")
+    return model
