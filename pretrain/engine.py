@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +32,7 @@ BUCKET = 25_000_000  # elements of a gradient bucket: 100 MB in fp32
 ALIGN = 128  # elements; a parameter starts on a 256-byte boundary in bf16
 
 
-class Engine:
+class Engine(ABC):
     """What the trainer uses. `model` is called directly; its weights have the training dtype."""
 
     model: nn.Module
@@ -46,22 +47,22 @@ class Engine:
     def loss_scale(self) -> float:
         return self.scaler.scale if self.scaler else 1.0
 
+    @abstractmethod
     def backward(self, loss: Tensor, last: bool) -> None:
         """Adds the gradient of `loss` (this micro-batch's share of the update's loss, to be
         summed over ranks). last: no more follow in this update; gradients are reduced."""
-        raise NotImplementedError
 
+    @abstractmethod
     def step(self, lr: float, decide: Decide = math.isfinite) -> Update:
         """Applies the reduced gradients and forgets them.
 
         decide: told the global gradient norm, says whether to apply (alike on all ranks). Raises
         what it raises, and TrainingStopped when fp16 has skipped too many updates in a row.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def refresh(self) -> None:
         """Fills the model's weights from the masters (after loading a checkpoint)."""
-        raise NotImplementedError
 
     def state(self) -> dict[str, Any]:
         """The scalars that resume needs, for JSON."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -62,7 +63,7 @@ class Range:
         return Range(**{**values, "pieces": pieces})
 
 
-class Source:
+class Source(ABC):
     """A corpus. Subclasses give `plan` (pieces of each unit) and `documents`."""
 
     suffixes: tuple[str, ...] = ()
@@ -73,17 +74,17 @@ class Source:
         self.config = config
         self.name = config.name or default_name(config)
 
+    @abstractmethod
     def plan(self) -> list[tuple[list[Piece], int]]:
         """Pieces and approximate raw size of each unit of work, in the order of the corpus."""
-        raise NotImplementedError
 
+    @abstractmethod
     def documents(self, unit: Range, dropped: Counter[str]) -> Iterator[Document]:
         """Documents of one unit, streaming; what is left out is counted in `dropped` by reason.
 
         Raises:
             UserError: a file is damaged, or is not of this source's kind.
         """
-        raise NotImplementedError
 
     def ranges(self) -> list[Range]:
         """Every unit of work of this corpus. Reads all input once, to fingerprint it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ Row = dict[str, Any]
 Feature = dict[str, Any]
 
 
-class Kind:
+class Kind(ABC):
     """One kind of task. Subclasses fill in `encode`, `score`, `auto_class` and `collator`.
 
     `encode` gives features for the Trainer; `score(rows, features, logits)` gives metrics (empty
@@ -58,13 +59,13 @@ class Kind:
 
         return DataCollatorWithPadding(self.tokenizer, pad_to_multiple_of=8)
 
-    def encode(self, rows: list[Row], split: str) -> list[Feature]:
-        raise NotImplementedError
+    @abstractmethod
+    def encode(self, rows: list[Row], split: str) -> list[Feature]: ...
 
+    @abstractmethod
     def score(
         self, rows: list[Row], features: list[Feature], logits: Any
-    ) -> tuple[dict[str, float], list[Any]]:
-        raise NotImplementedError
+    ) -> tuple[dict[str, float], list[Any]]: ...
 
     def label_id(self, row: Row, where: str) -> int | None:
         """The class id of a row, None where a test row has none; UserError outside the set."""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 
 from pretrain.model import build
 from tests.trainer.batches import pack, random_rows, tiny_config
-
-transformers = pytest.importorskip("transformers")
 
 
 def hf_twin(config):
