@@ -84,7 +84,8 @@ def evaluate(
 
     Returns:
         The values of `pretrain.evaluation.Evaluator.run`, those of NSP only for a model with its
-        head on rows of pairs; pseudo_perplexity, pseudo_tokens; blimp, blimp_pairs, blimp_seconds, blimp_by_term (percent).
+        head on rows of pairs; pseudo_perplexity, pseudo_tokens; blimp and blimp_by_term (percent),
+        blimp_pairs, blimp_seconds.
     """
     import torch
     from transformers import AutoTokenizer
