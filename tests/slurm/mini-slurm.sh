@@ -108,11 +108,12 @@ write_conf() { # N
   NET=${MSL_NET:-lo} DBD=${MSL_DBD:-0}
   case $NET in lo) ctl=127.0.0.1 subnet=127.0.1 ;; ns) ctl=10.77.0.254 subnet=10.77.0 ;; *) die "MSL_NET: lo or ns" ;; esac
   ((n <= 90)) || die "at most 90 nodes"
-  # Ports BASE..BASE+99, below the ephemeral range, so that no client socket takes one meanwhile:
+  # Ports BASE..BASE+99, below the ephemeral range, so that no client socket takes one meanwhile, and
+  # below those of the jobs (cluster/environment.py: 15000 and up), which a daemon here would block:
   # slurmctld BASE, node K BASE+K, slurmdbd BASE+98, MariaDB BASE+99.
   for ((try = 0; ; try++)); do
     ((try < 50)) || die "no free ports"
-    BASE=$((10000 + RANDOM % 200 * 100))
+    BASE=$((10000 + RANDOM % 50 * 100))
     for ((k = 0; k < 100; k++)); do port_free $((BASE + k)) || continue 2; done
     break
   done

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from cluster.environment import FIRST_PORT
+
 from .mini import PATIENCE
 
 
@@ -36,6 +38,11 @@ def test_a_run_folder_that_cannot_be_written(new_run, tmp_path):
     run = new_run("readonly").standin()
     run.recipe["work_dir"] = str(tmp_path / "file" / "work")
     assert "cannot be written" in run.submit(fails=True)
+
+
+def test_no_daemon_of_the_cluster_holds_a_port_that_a_job_may_get(cluster):
+    settings = dict(item.split("=") for item in (cluster.folder / "settings").read_text().split())
+    assert 1024 <= int(settings["BASE"]) < int(settings["BASE"]) + 99 < FIRST_PORT
 
 
 def test_b49_ranks_of_a_step_over_padded_and_mixed_names(cluster, repo):
