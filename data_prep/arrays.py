@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from configs.errors import UserError
-from data_prep.shard_writer import publish
+from configs.files import publish
 
 _MAGIC = b"lambert-arrays-1\n"
 _ALIGN = 64

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
+from data_prep.shard_check import check_folder
 from data_prep.shard_index import HELD_OUT, pack_bools
 from data_prep.shard_writer import write_folder
-from data_prep.shards import Layout, Rows, offsets_of
+from data_prep.shards import Layout, Rows, Shards, offsets_of, open_shards
 
 SPECIAL_IDS = {"pad": 0, "unk": 1, "cls": 2, "sep": 3, "mask": 4}
 
@@ -105,3 +106,9 @@ def make_shards(
             where, layout, stamp, batches, held_out=held_out_rows > 0 and where == folder, **meta
         )
     return folder
+
+
+def open_checked(folder: Path) -> Shards:
+    """The shards of a folder in which every byte and row is right."""
+    assert check_folder(folder) == []
+    return open_shards(folder)

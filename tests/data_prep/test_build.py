@@ -23,6 +23,7 @@ from tests.data_prep.corpus import (
     write_texts,
     write_vocab,
 )
+from tests.synthetic import open_checked
 
 
 def row_set(shards: Shards) -> list[bytes]:
@@ -33,7 +34,7 @@ def row_set(shards: Shards) -> list[bytes]:
 def test_whole_build(tmp_path: Path, small_units: None) -> None:
     recipe = recipe_file(tmp_path, write_texts(tmp_path / "text"))
     folder = build(recipe) / "len64"
-    shards = open_shards(folder, verify="full")
+    shards = open_checked(folder)
     index = shards.index
     (source,) = index["sources"]
     assert (
@@ -74,7 +75,7 @@ def test_objectives_lengths_and_several_sets(tmp_path: Path) -> None:
     recipe = recipe_file(tmp_path, write_texts(tmp_path / "text"), body)
     folder = build(recipe)
     for name in ("nsp-32", "sop-48", "full-sentences-40", "doc-sentences-40", "single-128"):
-        shards = open_shards(folder / name, verify="full")
+        shards = open_checked(folder / name)
         assert shards.lengths.max() <= shards.max_length == int(name.rsplit("-", 1)[1])
         pairs = name.startswith(("nsp", "sop"))
         assert (shards.rows(np.arange(20)).segment_b > 0).all() == pairs
@@ -84,7 +85,7 @@ def test_objectives_lengths_and_several_sets(tmp_path: Path) -> None:
 def test_static_masks(tmp_path: Path) -> None:
     body = "shards: {s: {max_length: 64, static_masks: true}}\n"
     recipe = recipe_file(tmp_path, write_texts(tmp_path / "text", files=30), body)
-    shards = open_shards(build(recipe) / "s", verify="full")
+    shards = open_checked(build(recipe) / "s")
     rows = shards.rows(np.arange(shards.num_rows))
     assert rows.masked_offsets is not None and rows.masked_positions is not None
     assert rows.masked_labels is not None

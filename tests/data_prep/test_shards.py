@@ -22,7 +22,7 @@ from data_prep.shards import (
     open_shards,
     ragged_index,
 )
-from tests.synthetic import make_rows, make_shards
+from tests.synthetic import make_rows, make_shards, open_checked
 
 
 def as_lists(rows: Rows) -> list[list[int]]:
@@ -68,7 +68,7 @@ def test_load_dataset_reads_the_folder(folder: Path, tmp_path: Path) -> None:
 
 def test_large_vocabulary_and_static_masks(tmp_path: Path) -> None:
     folder = make_shards(tmp_path, rows=200, vocab_size=70000, static_masks=True)
-    shards = open_shards(folder, verify="full")
+    shards = open_checked(folder)
     assert shards.index["token_type"] == "int32"
     rows = shards.rows(np.arange(200)[::-1])
     assert rows.masked_offsets is not None and rows.masked_positions is not None
@@ -97,7 +97,7 @@ def test_b17_rows_beyond_the_first_batch(tmp_path: Path) -> None:
                    "special_ids": {"pad": 0, "unk": 1, "cls": 2, "sep": 3, "mask": 4}},
         tokenizer_folder=None, counts={}, held_out=False,
     )  # fmt: skip
-    shards = open_shards(tmp_path, verify="full")
+    shards = open_checked(tmp_path)
     ids = np.array([0, 255, 256, 511, 512, 699])
     assert as_lists(shards.rows(ids)) == as_lists(take(rows, ids))
 

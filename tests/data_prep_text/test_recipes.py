@@ -12,8 +12,8 @@ import pytest
 from configs import UserError, load_recipe
 from data_prep.executor import Executor
 from data_prep.pipeline import build_recipe
-from data_prep.shards import open_shards
 from data_prep.vocab import make_vocab
+from tests.synthetic import open_checked
 
 SMALL = ["vocab.size=600", "vocab.kind=wordpiece"]
 
@@ -24,7 +24,7 @@ def build(name: str, work: Path, *overrides: str) -> dict[str, dict]:
     make_vocab(recipe)
     folders = build_recipe(recipe, list(recipe.shards), Executor())
     for folder in folders:
-        open_shards(folder, verify="full")
+        open_checked(folder)
     return {folder.name: json.loads((folder / "index.json").read_text()) for folder in folders}
 
 
