@@ -3,8 +3,11 @@
 The same settings and the same rule for every model: the first seed tries the learning rates, and
 the other seeds are trained at the one of them that scored best on dev (1810.04805, appendix A.3);
 BERT's dropout. The models go side by side, all first seeds before the second ones, random weights
-later, so that what is finished when the time is up can be compared. A job leaves
-OUT/MODEL/TASK/RATE-SEED/results.json; `collect` reads what there is.
+last, so that what is finished when the time is up can be compared. With --long, the small sets of
+pairs are then trained longer as well, at the rate already chosen: three epochs of so few examples
+may end before a model has begun to compare the two sentences (2006.04884 takes 20 epochs). They
+are told apart and are not in the mean. A job leaves OUT/MODEL/TASK/RATE-SEED/results.json;
+`collect` reads what there is.
 """
 
 from __future__ import annotations
@@ -41,14 +44,23 @@ TASKS: dict[str, tuple[str, dict[str, Any]]] = {
     "wnut-17": ("wnut17", {"max_length": 96}),
     "rte": ("glue/RTE", {}),
 }
+# The sets that --long trains again, as TASK-long.
+LONG = ("sts-b", "mrpc", "rte")
+LONG_EPOCHS = 10.0
 
 
 def score_of(task: str, best: dict[str, Any]) -> float:
     """One figure a task, in percent, as GLUE takes it: MRPC is the mean of F1 and accuracy."""
+    task = _of(task)
     if task == "mrpc":
         return (float(best["f1"]) + float(best["accuracy"])) / 2
     names = {"cola": "matthews", "sts-b": "spearman", "wnut-17": "f1"}
     return float(best[names.get(task, "accuracy")])
+
+
+def _of(task: str) -> str:
+    """sts-b of sts-b-long."""
+    return task.removesuffix("-long")
 
 
 def fine_tune(
@@ -59,8 +71,10 @@ def fine_tune(
     from pretrain.downstream.readers import read_splits
     from pretrain.downstream.tasks import find_task
 
-    folder, changes = TASKS[task_name]
-    task = find_task(task_name)
+    folder, changes = TASKS[_of(task_name)]
+    task = find_task(_of(task_name))
+    if task_name.endswith("-long"):
+        changes = changes | {"epochs": LONG_EPOCHS}
     settings = replace(task.settings, **changes, lrs=(rate,), seeds=(seed,))
     splits = read_splits(task, str(Path(data) / "downstream" / folder), {}, False)
     splits = {name: rows for name, rows in splits.items() if name in ("train", "dev")}
@@ -90,13 +104,14 @@ def run_jobs(
     quick: bool = False,
     rates: Sequence[float] = RATES,
     tasks: Sequence[str] = tuple(TASKS),
+    long: bool = False,
 ) -> None:
     """Fine-tunes every model on every task: the first seed at every rate, the others at the best.
 
     Args:
         models: name -> folder or random:FOLDER. seeds: name -> how many.
         cards: GPU numbers, "" for none. workers: processes in all. until: the time.time() at which the
-            rest is given up.
+            rest is given up. long: pretrained models also take the sets of LONG for longer.
     """
     start = time.monotonic()
     context = multiprocessing.get_context("spawn")
@@ -105,12 +120,15 @@ def run_jobs(
         given.put(cards[number % len(cards)])
     pool = ProcessPoolExecutor(workers, context, _start, (given,))
     running: dict[Future[str], tuple[str, str, float, int]] = {}
-    # Waiting: a heap by seed; random weights one and a half seeds behind the pretrained models.
+    # Waiting: a heap by seed; behind the last one of the pretrained models, first seeds before
+    # second ones again, the long runs and random weights.
+    behind = max(seeds.values(), default=0)
     later: list[tuple[float, int, tuple[str, str, float, int]]] = []
     numbers = itertools.count()
 
     def add(name: str, task: str, rate: float, seed: int) -> None:
-        turn = seed + 1.5 * models[name].startswith("random:")
+        random = models[name].startswith("random:")
+        turn = seed + (behind + 0.5 * random if random or task.endswith("-long") else 0)
         heapq.heappush(later, (turn, next(numbers), (name, task, rate, seed)))
 
     for task in tasks:
@@ -133,10 +151,15 @@ def run_jobs(
             say(f"{time.monotonic() - start:.0f} s: {name} {task} {rate:g} seed {seed}{told}")
             others = [j for j in running.values() if j[:2] == (name, task) and j[3] == 1]
             queued = [j for *_, j in later if j[:2] == (name, task) and j[3] == 1]
-            if seed == 1 and not others and not queued and (found := _scores(out / name / task)):
+            if seed > 1 or others or queued or task not in TASKS:
+                continue
+            if found := _scores(out / name / task):
                 best = _best(found, found)
                 for more in range(2, seeds[name] + 1):
                     add(name, task, best, more)
+                if long and task in LONG and not models[name].startswith("random:"):
+                    for number in range(1, seeds[name] + 1):
+                        add(name, f"{task}-long", best, number)
     if left_over := [*running.values(), *(job for *_, job in later)]:
         say("time is up; not done: " + ", ".join(f"{n} {t} {s}" for n, t, _, s in left_over))
         for process in list((pool._processes or {}).values()):
@@ -155,8 +178,8 @@ def _scores(folder: Path) -> dict[float, dict[int, float]]:
 
 
 def _best(found: dict[float, dict[int, float]], among: Iterable[float]) -> float:
-    """The rate whose first seed scored best."""
-    return max(among, key=lambda rate: found.get(rate, {}).get(1, -math.inf))
+    """The rate whose first seed scored best; the lower one of equals."""
+    return max(sorted(among), key=lambda rate: found.get(rate, {}).get(1, -math.inf))
 
 
 def collect(out: Path) -> dict[str, dict[str, Any]]:
@@ -164,7 +187,8 @@ def collect(out: Path) -> dict[str, dict[str, Any]]:
     pretrained models have (random weights only if they have them, too).
 
     The rate is the model's best of the first seed, among those that all pretrained models have
-    finished; the seeds are the first so many that all of these have at theirs.
+    finished (of a long set the one it was trained at); the seeds are those that all of these have
+    at theirs.
     """
     found: dict[str, dict[str, dict[float, dict[int, float]]]] = {}
     for folder in sorted(out.glob("*/*")):
@@ -175,12 +199,16 @@ def collect(out: Path) -> dict[str, dict[str, Any]]:
         peers = [model] if model == "random" else [name for name in found if name != "random"]
         for task, by_rate in tasks.items():
             of_peers = [found[peer][task] for peer in peers if task in found[peer]]
-            shared = [r for r in by_rate if all(1 in scores.get(r, {}) for scores in of_peers)]
+            shared = {r for r in by_rate if all(1 in scores.get(r, {}) for scores in of_peers)}
+            if task.endswith("-long"):
+                shared = set().union(*of_peers)
             if not shared:
                 continue
-            chosen = [scores[_best(scores, shared)] for scores in of_peers]
+            chosen = [scores[_best(scores, shared & set(scores))] for scores in of_peers]
             seeds = sorted(set.intersection(*(set(scores) for scores in chosen)))
-            rate = _best(by_rate, shared)
+            if not seeds:
+                continue
+            rate = _best(by_rate, shared & set(by_rate))
             values = [by_rate[rate][seed] for seed in seeds]
             result.setdefault(model, {})[task] = {
                 "mean": mean(values),
@@ -205,7 +233,8 @@ def main() -> None:
     parser.add_argument("--until", type=float, default=1e12, help="seconds since 1970")
     parser.add_argument("--rates", default=",".join(f"{rate:g}" for rate in RATES))
     parser.add_argument("--tasks", default=",".join(TASKS))
-    parser.add_argument("--quick", action="store_true", help="a rehearsal on 1% of the data")
+    parser.add_argument("--long", action="store_true", help=f"{', '.join(LONG)} for longer as well")
+    parser.add_argument("--quick", action="store_true", help="a rehearsal on 1%% of the data")
     options = parser.parse_args()
     models, seeds = {}, {}
     for text in options.models:
@@ -218,6 +247,7 @@ def main() -> None:
         *(options.workers, options.until, options.quick),
         rates=[float(rate) for rate in options.rates.split(",")],
         tasks=options.tasks.split(","),
+        long=options.long,
     )
 
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from bench.five_minute_finetune import TASKS, collect
+from bench.five_minute_finetune import LONG, LONG_EPOCHS, TASKS, collect
 from pretrain.checkpoint.folder import checkpoints, read_meta
 from pretrain.optim.budget import FREE_UPDATES
 from pretrain.telemetry import read_log
@@ -38,10 +38,12 @@ def write_report(work: Path) -> str:
             if all(value is not None for value in values):
                 row(title, *(f"{value:.4g}" for value in values))
     models = ("ours", "rival", "random")
-    for task in TASKS:
+    titles = {task: task for task in TASKS}
+    titles |= {f"{task}-long": f"{task}, {LONG_EPOCHS:g} epochs (not in the mean)" for task in LONG}
+    for task, title in titles.items():
         cells = [_cell(downstream.get(model, {}).get(task)) for model in models]
         if any(cells):
-            row(task, *cells)
+            row(title, *cells)
     common: list[str] = next(
         (d["tasks in the mean"] for d in downstream.values() if "mean" in d), []
     )

@@ -5,12 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import threading
+import time
+from concurrent.futures import Executor, Future
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from bench import five_minute_finetune as tuning
 from bench import five_minute_rival as rival
 from bench.five_minute_finetune import TASKS, collect, score_of
 from bench.five_minute_report import write_report
@@ -181,6 +185,62 @@ def test_table_takes_the_mean_over_what_all_have(tmp_path: Path) -> None:
     assert "mean" not in table["random"]  # it has one of the two
     assert "| mean of mrpc, sst-2 | 80.25 | 75.75 |" in write_report(tmp_path)
     assert score_of("cola", {"matthews": 12.0, "accuracy": 70.0}) == 12.0
+
+
+def test_long_runs_are_told_apart_each_at_its_own_rate(tmp_path: Path) -> None:
+    def leave(model: str, task: str, seed: int, rate: float, spearman: float) -> None:
+        file = tmp_path / model / task / f"{rate:g}-{seed}" / "results.json"
+        file.parent.mkdir(parents=True)
+        file.write_text(json.dumps({"best": {"spearman": spearman, "lr": rate}}))
+
+    for model, rate in (("ours", 1e-4), ("rival", 2e-4)):
+        leave(model, "sts-b", 1, 1e-4, 50.0 if rate == 1e-4 else 40.0)
+        leave(model, "sts-b", 1, 2e-4, 45.0)
+        leave(model, "sts-b-long", 1, rate, 80.0 + 1e4 * rate)
+    leave("ours", "sts-b-long", 2, 1e-4, 99.0)  # the rival did not get to this seed
+    table = collect(tmp_path)
+    assert {m: table[m]["sts-b-long"]["mean"] for m in table} == {"ours": 81.0, "rival": 82.0}
+    assert {m: table[m]["sts-b-long"]["rate"] for m in table} == {"ours": 1e-4, "rival": 2e-4}
+    assert {m: table[m]["mean"] for m in table} == {"ours": 50.0, "rival": 45.0}
+    assert table["ours"]["tasks in the mean"] == ["sts-b"]
+
+
+def test_order_of_the_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seeds of the pretrained models, the others at the best rate; then long ones and random
+    weights, first seeds before second ones."""
+    done: list[tuple[str, str, float, int]] = []
+
+    class Inline(Executor):
+        _processes = None
+
+        def __init__(self, *_: object) -> None: ...
+
+        def submit(self, job: Any, /, *given: Any, **_: Any) -> Future[str]:  # type: ignore[override]
+            model, task, rate, seed, _, where, _ = given
+            done.append((model, task, rate, seed))
+            Path(where).mkdir(parents=True)
+            best = {"spearman": 10 * rate if seed == 1 else 1.0, "accuracy": 50.0, "lr": rate}
+            (Path(where) / "results.json").write_text(json.dumps({"best": best}))
+            future: Future[str] = Future()
+            future.set_result("")
+            return future
+
+        def shutdown(self, *_: object, **__: object) -> None: ...
+
+    monkeypatch.setattr(tuning, "ProcessPoolExecutor", Inline)
+    models = {"ours": "a", "random": "random:a"}
+    tuning.run_jobs(
+        *(models, {"ours": 2, "random": 2}, "", tmp_path, [""], 1, time.time() + 60),
+        rates=(1e-4, 2e-4), tasks=("sts-b", "sst-2"), long=True,
+    )  # fmt: skip
+    order = [(m, t, s) for m, t, _, s in done]
+    own = [("a", "sts-b", 1)] * 2 + [("a", "sst-2", 1)] * 2
+    own += [("a", "sts-b", 2), ("a", "sst-2", 2)]
+    drawn = [("random:a", "sts-b", 1)] * 2 + [("random:a", "sst-2", 1)] * 2
+    drawn_later = [("random:a", "sts-b", 2), ("random:a", "sst-2", 2)]
+    long = [("a", "sts-b-long", s) for s in (1, 2)]
+    assert order == [*own, long[0], *drawn, long[1], *drawn_later]
+    assert {r for _, t, r, s in done if t == "sts-b-long" or (t == "sts-b" and s > 1)} == {2e-4}
 
 
 def test_tries_are_recipes_and_options_that_exist() -> None:
