@@ -4,8 +4,8 @@
 
 In one run on one card: ceilings (matmul 8192^3 in bf16 and fp8, BERT-large's own shapes, copy);
 ours in each precision, a time budget per kernel group, packed real rows (shard folders) against
-the same rows padded; last, transformers' BertForPreTraining, bf16 autocast, eager and compiled,
-dense, fused AdamW, each length in a process of its own that may take `--hf-limit-s`. A step is 8
+the same rows padded; last, transformers' BertForPreTraining, eager and compiled, dense (bench.hf),
+compiled on the CPU meanwhile; each length has `--hf-limit-s` from its turn on. A step is 8
 micro-batches of 32768 tokens and one update, at (length 128, 20 masked) and (512, 80 masked).
 Rates count model FLOP (configs.model.model_flops): padding, recomputation and work that is left
 out earn nothing. Shares are of the 8192^3 rate in a burst and under load.
@@ -15,12 +15,7 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
-import queue
-import subprocess
-import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -28,6 +23,7 @@ from typing import Any
 import torch
 
 from bench import harness as h
+from bench import hf
 from configs.model import ModelConfig
 
 TOKENS = 32768
@@ -71,82 +67,6 @@ def clear() -> float:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     return torch.cuda.memory_allocated() / 2**30
-
-
-def hugging_face(
-    config: ModelConfig, length: int, masked: int, compiled: bool
-) -> tuple[float, float]:
-    """(ms a step, peak bytes) of transformers' BertForPreTraining as people train it."""
-    from transformers import BertConfig, BertForPreTraining
-
-    shape = BertConfig(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_heads,
-        intermediate_size=config.intermediate_size,
-    )
-    shape._attn_implementation = "sdpa"
-    with torch.device("cuda"):
-        model = BertForPreTraining(shape).train()
-    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    run = torch.compile(model) if compiled else model
-    micro = h.fixed_rows(length, masked, TOKENS)
-    ids = micro.input_ids.view(-1, length)
-    labels = torch.full_like(micro.input_ids, -100)
-    labels[micro.masked_positions] = micro.masked_labels
-    inputs = {
-        "input_ids": ids,
-        "token_type_ids": micro.token_type_ids.view(-1, length),
-        "labels": labels.view(-1, length),
-        "next_sentence_label": micro.next_sentence_labels,
-    }
-
-    def step() -> None:
-        for _ in range(h.MICRO_BATCHES):
-            with torch.autocast("cuda", torch.bfloat16):
-                loss = run(**inputs).loss / h.MICRO_BATCHES
-            loss.backward()
-        optimiser.step()
-        optimiser.zero_grad()
-
-    ms = h.median_ms(step, 2, 2)
-    return ms, torch.cuda.max_memory_allocated()
-
-
-def hugging_face_apart(
-    length: int, limit_s: float, skip: set[str]
-) -> dict[str, tuple[float, float]]:
-    """{"HF eager" and "HF compiled": (ms a step, peak bytes)} of those done within the limit."""
-    command = [sys.executable, "-m", "bench.step", "--hf", str(length), "--skip", ",".join(skip)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    lines: queue.Queue[str] = queue.Queue()
-
-    def read() -> None:
-        for line in process.stdout or ():
-            lines.put(line)
-        lines.put("")
-
-    threading.Thread(target=read, daemon=True).start()
-    found, end = {}, time.time() + limit_s
-    try:
-        while line := lines.get(timeout=max(0.1, end - time.time())):
-            if line.startswith("{"):
-                got = json.loads(line)
-                found[got["what"]] = (got["ms"], got["memory"])
-    except queue.Empty:
-        print(f"HF at {length}: stopped after {limit_s:.0f} s", flush=True)
-    process.kill()
-    process.wait()
-    return found
-
-
-def hugging_face_here(length: int, skip: set[str]) -> None:
-    for name in ("eager", "compiled"):
-        if name not in skip:
-            clear()
-            ms, memory = hugging_face(h.large(), length, dict(SIZES)[length], name == "compiled")
-            h.emit({"what": f"HF {name}", "ms": ms, "memory": memory})
 
 
 def ours(
@@ -222,7 +142,9 @@ def time_budget(precision: str, length: int, masked: int) -> dict[str, Any]:
     return {**rounded, "launches": sum(count for _, _, count in kernels)}
 
 
-def run(skip: set[str], folders: list[Path], hf_limit_s: float) -> dict[str, Any]:
+def run(
+    skip: set[str], folders: list[Path], rivals: list[hf.Apart], hf_limit_s: float
+) -> dict[str, Any]:
     config, rows = h.large(), []
     result: dict[str, Any] = {**h.stamp(), "ceilings": ceilings()}
     rates = result["ceilings"]
@@ -259,12 +181,12 @@ def run(skip: set[str], folders: list[Path], hf_limit_s: float) -> dict[str, Any
             result["packed"].append(packed(folder))
             print(result["packed"][-1], flush=True)
     clear()
-    for length, _ in SIZES if "hf" not in skip else ():
-        for name, (ms, memory) in hugging_face_apart(length, hf_limit_s, skip).items():
+    for rival in rivals:
+        for name, (ms, memory) in sorted(rival.results(hf_limit_s).items(), reverse=True):
             for entry in rows:
-                if entry["length"] == length and not entry["what"].startswith("HF"):
+                if entry["length"] == rival.length and not entry["what"].startswith("HF"):
                     entry[f"times_{name.replace(' ', '_')}"] = round(ms / entry["ms"], 3)
-            add(row(name, length, config, ms, rates, memory))
+            add(row(name, rival.length, config, ms, rates, memory))
     return result
 
 
@@ -279,17 +201,23 @@ def main() -> None:
         help="parts to leave out: hf,eager,compiled,ours,bf16,fp16,fp8,packed,budget",
     )
     parser.add_argument("--shards", type=Path, nargs="*", default=[], help="shard folders to pack")
-    parser.add_argument("--hf-limit-s", type=float, default=180, help="of each length's process")
-    parser.add_argument("--hf", type=int, help=argparse.SUPPRESS)  # that process
+    parser.add_argument(
+        "--hf-limit-s", type=float, default=180, help="of each length, from its turn"
+    )
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("bench.step needs a CUDA GPU; `make bench-optimizer` runs on a CPU too")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     skip = set(filter(None, options.skip.split(",")))
-    if options.hf:
-        hugging_face_here(options.hf, skip)
-        return
-    result = run(skip, options.shards, options.hf_limit_s)
+    kinds = [] if "hf" in skip else [k for k in ("eager", "compiled") if k not in skip]
+    rivals = [hf.Apart(*size, kinds) for size in SIZES if kinds]
+    try:
+        for rival in rivals:
+            rival.built()
+        result = run(skip, options.shards, rivals, options.hf_limit_s)
+    finally:
+        for rival in rivals:
+            rival.close()
     if options.json:
         h.emit(result)
 
