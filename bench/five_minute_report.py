@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.five_minute_finetune import LONG, LONG_EPOCHS, TASKS, collect
+from configs.log import read_log
 from pretrain.checkpoint.folder import checkpoints, read_meta
 from pretrain.optim.budget import FREE_UPDATES
-from pretrain.telemetry import read_log
 
 
 def write_report(work: Path) -> str:

@@ -8,7 +8,6 @@ kept, so after Ctrl-C the same command goes on.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import subprocess
@@ -18,6 +17,7 @@ from pathlib import Path
 
 from configs import Recipe, UserError, load_recipe, say
 from configs.console import duration
+from configs.log import LOG, read_log
 
 FILL_MASK = """
 import sys, warnings
@@ -152,12 +152,8 @@ class Demo:
 
     def _evaluations(self) -> tuple[dict[str, float], dict[str, float]]:
         """The first and the last held-out evaluation in the training log."""
-        log = self.work / "train" / "log.jsonl"
-        found = [
-            line
-            for line in map(json.loads, log.read_text().splitlines())
-            if line.get("kind") == "eval"
-        ]
+        log = self.work / "train" / LOG
+        found = [record for record in read_log(log) if record.get("kind") == "eval"]
         if not found:
             raise UserError(
                 f"{log}: no held-out evaluation", "set prep.held_out above 0 and build again"

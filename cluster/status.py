@@ -19,8 +19,8 @@ import yaml
 from cluster.slurm import client
 from configs import UserError
 from configs.console import duration
+from configs.log import LOG, read_log
 
-LOG = "log.jsonl"
 LOG_TAIL_BYTES = 200_000
 ENDED_BADLY = (
     "FAILED",
@@ -142,12 +142,7 @@ def from_files(slurm: Path, name: str, job_id: str) -> JobStatus:
 
 def progress(folder: Path) -> list[str]:
     """Step, loss, speed and ETA from the trainer's log."""
-    records = []
-    for line in tail(folder / "train" / LOG):
-        try:
-            records.append(json.loads(line))
-        except ValueError:
-            continue  # the line being written, or the first one, cut
+    records = read_log(folder / "train" / LOG, LOG_TAIL_BYTES)
     updates = [r for r in records if r.get("kind", "train") == "train" and "loss" in r]
     if not updates:
         return ["training: no update yet"]

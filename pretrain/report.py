@@ -18,6 +18,7 @@ import numpy as np
 
 from configs import UserError, make_folder, say
 from configs.console import duration
+from configs.log import LOG, read_log
 
 _POINTS = 1500  # of a curve; longer ones are averaged in stretches
 # title, axis, the records' kind, keys (drawn together)
@@ -69,7 +70,7 @@ def train_folder(run: str | Path) -> Path:
     run = Path(run)
     below = run.resolve().parents[:3] if run.is_dir() else []
     for folder in (run / "train", run, *below):
-        if (folder / "log.jsonl").is_file():
+        if (folder / LOG).is_file():
             return folder
     raise UserError(
         f"{run}: no training log (train/log.jsonl)",
@@ -79,15 +80,13 @@ def train_folder(run: str | Path) -> Path:
 
 def load_run(run: str | Path) -> Run:
     """Reads a run's log; errors as `train_folder`, and for a log without one finished update."""
-    from pretrain.telemetry import read_log
-
     folder = train_folder(run)
-    records = read_log(folder / "log.jsonl")
+    records = read_log(folder / LOG)
     by_kind: dict[str, list[dict[str, Any]]] = {"train": [], "eval": [], "event": []}
     for record in records:
         by_kind.setdefault(record.get("kind", ""), []).append(record)
     if not by_kind["train"]:
-        raise UserError(f"{folder / 'log.jsonl'}: no update is finished yet", "try again later")
+        raise UserError(f"{folder / LOG}: no update is finished yet", "try again later")
     recipe_file = folder / "recipe.json"
     recipe = json.loads(recipe_file.read_text()) if recipe_file.is_file() else {}
     name = recipe.get("name") or folder.resolve().parent.name

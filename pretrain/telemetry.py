@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Any
 from configs import Progress, Recipe, make_folder
 from configs.files import publish_text
 from configs.loading import to_dict
+from configs.log import LOG, cut_log
 from configs.model import ModelConfig, model_flops
 
 if TYPE_CHECKING:
     from pretrain.data.batches import GlobalBatch
 
-LOG = "log.jsonl"
 # Dense peak in bf16 and fp16 (FLOP/s) by what the device name contains; data sheets.
 _PEAKS = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "B200": 2250e12, "A100": 312e12,
           "A10G": 70e12, "A10": 125e12, "A40": 150e12, "L40S": 362e12, "L4": 121e12, "V100": 125e12,
@@ -168,27 +168,6 @@ class Telemetry:
         self._log.flush()
 
 
-def cut_log(path: Path, step: int) -> None:
-    """Drops lines of later updates than `step`, and a last line that a kill left unfinished."""
-    if not path.is_file():
-        return
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    kept = [line for line in lines if (record := _parsed(line)) and record["step"] <= step]
-    if kept != lines:
-        publish_text(path, "".join(kept))
-
-
-def read_log(path: Path) -> list[dict[str, Any]]:
-    """The records of a log.jsonl, oldest first; an unfinished last line is left out."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    records = [record for line in lines if (record := _parsed(line))]
-    for record in records:
-        for key, value in record.items():
-            if value in ("nan", "inf", "-inf"):
-                record[key] = float(value)
-    return records
-
-
 def memory_gb() -> float:
     """Peak memory in GB (1e9 bytes): of the GPU where there is one, otherwise of the process."""
     import torch
@@ -196,11 +175,3 @@ def memory_gb() -> float:
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 1e9
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
-
-
-def _parsed(line: str) -> dict[str, Any] | None:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) and "step" in record and line[-1] == "\n" else None

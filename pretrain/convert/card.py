@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from configs.log import read_log
 from configs.model import ModelConfig, parameter_count
 
 
@@ -28,17 +28,8 @@ def commit() -> str:
 
 def last_scores(log: Path, step: int) -> dict[str, dict[str, Any]]:
     """The last "train" and "eval" line of log.jsonl up to `step`; {} where there is no log."""
-    scores: dict[str, dict[str, Any]] = {}
-    if not log.is_file():
-        return scores
-    for line in log.read_text(encoding="utf-8").splitlines():
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            continue  # a line cut by a kill
-        if entry.get("kind") in ("train", "eval") and entry.get("step", 0) <= step:
-            scores[entry["kind"]] = entry
-    return scores
+    upto = [record for record in read_log(log) if record["step"] <= step]
+    return {r["kind"]: r for r in upto if r.get("kind") in ("train", "eval")}
 
 
 def model_card(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from configs import UserError, make_folder, say
 from configs.files import named
+from configs.log import LOG
 from configs.model import ModelConfig
 from pretrain.convert.card import commit, last_scores, model_card
 from pretrain.convert.hf import SHARD_BYTES, config_to_hf, sync_folder, write_weights
@@ -170,7 +171,7 @@ def _write_small_files(fresh: Path, opened: Opened, dtype: str) -> None:
     (fresh / "config.json").write_text(json.dumps(hf, indent=2) + "\n", encoding="utf-8")
     code = commit()
     run = opened.path.parent.parent if meta else opened.path
-    scores = last_scores(run / "log.jsonl", meta.get("step", 0))
+    scores = last_scores(run / LOG, meta.get("step", 0))
     card = model_card(config, meta, scores, code, _mask_token(fresh))
     (fresh / "README.md").write_text(card, encoding="utf-8")
     kept = ("step", "recipe", "tokenizer_fingerprint", "format")

@@ -11,11 +11,12 @@ import sys
 import pytest
 
 from configs import UserError
+from configs.log import cut_log, read_log
 from configs.model import model_flops, resolve_model
 from configs.schema import Recipe
 from pretrain.data.batches import GlobalBatch
 from pretrain.report import curve, load_run, main, plot_loss, render, train_folder
-from pretrain.telemetry import Telemetry, cut_log, peak_flops, read_log
+from pretrain.telemetry import Telemetry, peak_flops
 
 BATCH = GlobalBatch([], 1800, 96, 11000, 1_300_000, 0.02, 0.5)
 
@@ -61,6 +62,31 @@ def test_a_resumed_run_has_every_update_once(tmp_path) -> None:
     records = read_log(tmp_path / "log.jsonl")
     assert [r["step"] for r in records if r["kind"] == "train"] == list(range(1, 11))
     assert [r["step"] for r in records if r["kind"] == "eval"] == [0, 10]
+
+
+@pytest.mark.parametrize(
+    "dirt",
+    [b"\xff\xfe\n", b"[1, 2]\n", b"7\n", b'{"kind": "train"}\n', b'{"step": "x"}\n', b"\0\n"],
+)
+def test_lines_that_are_no_records_stop_nobody(tmp_path, dirt: bytes) -> None:
+    train(tmp_path, 1, 10)
+    log = tmp_path / "log.jsonl"
+    whole = read_log(log)
+    first, rest = log.read_bytes().split(b"\n", 1)
+    log.write_bytes(dirt + first + b"\n" + dirt + rest + dirt)
+    assert read_log(log) == read_log(log, 10**9) == whole
+    cut_log(log, 10)
+    assert dirt not in log.read_bytes() and read_log(log) == whole
+
+
+def test_the_end_of_a_log_is_read_from_its_first_whole_line_on(tmp_path) -> None:
+    train(tmp_path, 1, 10)
+    log = tmp_path / "log.jsonl"
+    whole = read_log(log)
+    for size in (0, 1, 100, 2000, 10**9):
+        end = read_log(log, size)
+        assert end == whole[len(whole) - len(end) :]
+    assert read_log(tmp_path / "none.jsonl", 10) == []
 
 
 def test_resuming_at_the_end_of_a_whole_log_leaves_it_as_it_is(tmp_path) -> None:

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from cluster.environment import free_port
-from pretrain.telemetry import read_log
+from configs.log import read_log
 from tests.synthetic import make_shards
 from tests.trainer.launch import REPO
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from cluster.environment import free_port
+from configs.log import read_log
 from pretrain.checkpoint import latest, load_logical, read_meta, save_logical
 from pretrain.checkpoint.folder import checkpoints
-from pretrain.telemetry import read_log
 from tests.trainer.launch import REPO
 from tests.trainer.runs import (
     UPDATES,
