@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from configs.schema import OptimizerConfig
 from pretrain.kernels.plain import LambTable
 from pretrain.parallel.groups import Groups
 from pretrain.parallel.pieces import Piece
-from pretrain.parallel.slices import Shard
+from pretrain.parallel.slices import Shard, Slice
 
 _BLOCK = 1 << 16
 # Told the global gradient norm (a scalar on the device): apply the update? Alike on all ranks.
@@ -65,7 +66,9 @@ class Lamb:
         # A replicated tensor is on every tensor-parallel rank but counts once in the global norm.
         once = [1.0 if s.piece.sharded else 1.0 / groups.tp for s in slices]
         self._once = torch.tensor(once, device=device)
-        self._replicated = [s for s in slices if not s.piece.sharded]
+        self._cuts, self._places = _cuts(shard)
+        self._replicated = [i for i, s in enumerate(slices) if not s.piece.sharded]
+        self._alike = _alike([slices[i] for i in self._replicated])
 
     @torch.no_grad()
     def step(
@@ -85,8 +88,9 @@ class Lamb:
                 to the host is the one wait for the device in an update.
         """
         c, shard = self.config, self.shard
-        self._agree_on_replicas(grad)
-        norm = self._global_norm(grad) * grad_scale
+        views = self._views(grad)
+        self._agree_on_replicas(views)
+        norm = self._global_norm(views) * grad_scale
         limit = norm / c.max_grad_norm if c.max_grad_norm > 0 else torch.zeros_like(norm)
         multiplier = grad_scale / limit.clamp(min=1.0)
         if not decide(norm):
@@ -113,20 +117,26 @@ class Lamb:
         )
         return Update(norm, ratios, False)
 
-    def _agree_on_replicas(self, grad: Tensor) -> None:
+    def _views(self, grad: Tensor) -> list[Tensor]:
+        """The slices of a flat tensor. Cut at once: hundreds of views made one by one, or a launch
+        for each, take the host longer than the update takes a GPU."""
+        parts = grad.split(self._cuts)
+        return [parts[i] for i in self._places]
+
+    def _agree_on_replicas(self, slices: list[Tensor]) -> None:
         """One gradient for the copies of a replicated tensor: the sum where each rank saw its own
         tokens (sequence parallelism), else the mean, so that copies never drift apart."""
         if self.groups.tp == 1 or not self._replicated:
             return
-        views = [s.of(grad) for s in self._replicated]
-        partial = [getattr(s.piece.param, "sequence_partial", False) for s in self._replicated]
-        joined = torch.cat([v if p else v / self.groups.tp for v, p in zip(views, partial)])
+        views = [slices[i] for i in self._replicated]
+        joined = torch.cat(views)
+        for begin, end in self._alike:
+            joined[begin:end].div_(self.groups.tp)
         dist.all_reduce(joined, group=self.groups.tp_group)
         torch._foreach_copy_(views, list(joined.split([v.numel() for v in views])))
 
-    def _global_norm(self, grad: Tensor) -> Tensor:
-        views = [s.of(grad) for s in self.shard.slices]
-        total = grad.new_zeros((), dtype=torch.float32)
+    def _global_norm(self, views: list[Tensor]) -> Tensor:
+        total = torch.zeros((), dtype=torch.float32, device=self.shard.master.device)
         if views:
             total = total + (_squares(views) * self._once).sum()
         self._sum(total, over_tp=True)
@@ -152,6 +162,30 @@ class Lamb:
             dist.all_reduce(x, group=self.groups.dp_group)
         if over_tp and self.groups.tp > 1:
             dist.all_reduce(x, group=self.groups.tp_group)
+
+
+def _cuts(shard: Shard) -> tuple[list[int], list[int]]:
+    """(sizes of pieces that cut a flat tensor into gaps and slices, which piece each slice is)."""
+    sizes, places, at = [], [0] * len(shard.slices), 0
+    for number in sorted(range(len(shard.slices)), key=lambda i: shard.slices[i].at):
+        s = shard.slices[number]
+        sizes += [s.at - at, s.numel]
+        places[number] = len(sizes) - 1
+        at = s.at + s.numel
+    return [*sizes, shard.master.numel() - at], places
+
+
+def _alike(slices: list[Slice]) -> list[tuple[int, int]]:
+    """Where, in all these joined, lie gradients that every tensor-parallel rank made of all tokens."""
+    out, at = [], 0
+    for partial, group in groupby(
+        slices, lambda s: getattr(s.piece.param, "sequence_partial", False)
+    ):
+        end = at + sum(s.numel for s in group)
+        if not partial:
+            out.append((at, end))
+        at = end
+    return out
 
 
 def _squares(views: list[Tensor]) -> Tensor:

@@ -54,7 +54,7 @@ class WholeTensorLamb(Lamb):
         low: Tensor | None = None,
         decide: Decide = math.isfinite,
     ) -> Update:
-        norm = self._global_norm(grad) * grad_scale
+        norm = self._global_norm(self._views(grad)) * grad_scale
         if not decide(norm):
             return Update(norm, None, True)
         self.steps += 1

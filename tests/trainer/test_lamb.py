@@ -7,14 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from configs.schema import OptimizerConfig, Recipe
 from pretrain.engine import LeanEngine
 from pretrain.kernels import plain
 from pretrain.model import build
+from pretrain.optim import lamb as lamb_module
 from pretrain.optim.lamb import Lamb
 from pretrain.optim.reference import ReferenceLamb
-from pretrain.parallel.groups import SINGLE
+from pretrain.parallel.groups import SINGLE, Groups
 from pretrain.parallel.pieces import Piece
 from pretrain.parallel.slices import Shard, make_slices
 from tests.trainer.batches import pack, random_rows, tiny_config
@@ -125,6 +127,44 @@ def test_the_low_precision_copy_is_the_rounded_master():
     low = torch.zeros_like(shard.master, dtype=torch.bfloat16)
     lamb.step(flatten(shard, {"x.weight": torch.randn(64, 3)}), 0.1, low=low)
     assert torch.equal(low, shard.master.bfloat16())
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_copies_of_a_tensor_get_one_gradient_in_few_operations(tp, monkeypatch):
+    def counted(count: int) -> int:
+        tensors = {f"t{i}.weight": torch.randn(3 + i, 5) for i in range(count)}
+        _, shard, pieces = production(tensors, OptimizerConfig(), set())
+        pieces[1] = replace(pieces[1], sharded=True)
+        shard.slices = [replace(s, piece=pieces[s.index]) for s in shard.slices]
+        for piece in pieces[count // 2 :]:
+            piece.param.sequence_partial = True
+        # A sum over ranks that all hold the same.
+        monkeypatch.setattr(lamb_module.dist, "all_reduce", lambda x, group: x.mul_(tp))
+        lamb = Lamb(pieces, shard, OptimizerConfig(), Groups(tp, 1, 0, 0), plain)
+        grad = flatten(shard, {name: torch.randn(t.shape) for name, t in tensors.items()})
+        wanted = grad.clone()
+        for s in shard.slices:
+            if not s.piece.sharded:
+                view = s.of(wanted)
+                view.copy_((view if s.index >= count // 2 else view / tp) * tp)
+        with Operations() as operations:
+            lamb._agree_on_replicas(lamb._views(grad))
+        assert torch.equal(grad, wanted)
+        return operations.count
+
+    assert counted(5) == counted(40)
+
+
+class Operations(TorchDispatchMode):
+    """Counts what reaches the device's kernels: on a GPU each is a launch or a few."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += 1
+        return function(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
