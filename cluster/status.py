@@ -170,8 +170,11 @@ def progress(folder: Path) -> list[str]:
 
 def checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints, oldest first (names are step-00001000; checkpoint.json comes last)."""
-    found = (folder / "train" / "checkpoints").glob("step-*[0-9]/checkpoint.json")
-    return sorted((path.parent for path in found), key=lambda p: int(p.name.removeprefix("step-")))
+    found = {
+        p.parent.name.removeprefix("step-"): p.parent
+        for p in (folder / "train" / "checkpoints").glob("step-*/checkpoint.json")
+    }
+    return [found[number] for number in sorted(filter(str.isdecimal, found), key=int)]
 
 
 def seconds_per_update(updates: list[dict[str, Any]]) -> float:

@@ -53,6 +53,25 @@ def to_dict(config: Any) -> dict[str, Any]:
     return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.structured(config)))
 
 
+def difference(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
+    """Lines `key: old there, new now` of every leaf that differs between two `to_dict`s."""
+    lines = []
+    for key in sorted(old.keys() | new.keys()):
+        a, b = old.get(key, "nothing"), new.get(key, "nothing")
+        if isinstance(a, list) and isinstance(b, list) and any(isinstance(x, dict) for x in a + b):
+            a, b = ({str(i): x for i, x in enumerate(part)} for part in (a, b))
+        if isinstance(a, dict) and isinstance(b, dict):
+            lines += difference(a, b, f"{prefix}{key}.")
+        elif a != b:
+            lines.append(f"{prefix}{key}: {_short(a)} there, {_short(b)} now")
+    return lines
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
 def from_dict(schema: type[T], values: dict[str, Any], origin: str = "") -> T:
     """The inverse of `to_dict`; refuses unknown keys and wrong types by name."""
     return _build(schema, [(origin or schema.__name__, values)])

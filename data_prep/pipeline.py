@@ -21,6 +21,7 @@ import numpy as np
 
 from configs import Recipe, UserError, make_folder, say
 from configs.files import lock_folder
+from configs.loading import difference
 from data_prep.arrays import load_arrays
 from data_prep.documents import (
     DOCUMENTS_PER_BUCKET,
@@ -35,7 +36,6 @@ from data_prep.rows import HELD_OUT, TRAIN, Group, PartTask, SetContext, build_g
 from data_prep.settings import (
     check_disk,
     check_recipe,
-    difference,
     document_settings,
     mask_cap,
     set_settings,

@@ -1,4 +1,4 @@
-"""What decides the bytes of a build: the settings a folder is stamped with, and their difference."""
+"""What decides the bytes of a build: the settings a folder is stamped with."""
 
 from __future__ import annotations
 
@@ -85,18 +85,6 @@ def mask_cap(shards: ShardsConfig, masking: MaskingConfig) -> int:
     return shards.mask_cap or math.ceil(masking.probability * shards.max_length - 1e-9)
 
 
-def difference(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
-    """Lines `key: old there, new now` of every leaf that differs."""
-    lines = []
-    for key in sorted(old.keys() | new.keys()):
-        a, b = old.get(key, "nothing"), new.get(key, "nothing")
-        if isinstance(a, dict) and isinstance(b, dict):
-            lines += difference(a, b, f"{prefix}{key}.")
-        elif a != b:
-            lines.append(f"{prefix}{key}: {_short(a)} there, {_short(b)} now")
-    return lines
-
-
 def leaves(settings: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     """Every leaf as (dotted key, value)."""
     found: list[tuple[str, Any]] = []
@@ -106,11 +94,6 @@ def leaves(settings: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
         else:
             found.append((f"{prefix}{key}", value))
     return found
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def check_recipe(recipe: Recipe, names: list[str]) -> None:

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from configs import UserError, load_recipe, say
+from configs.loading import difference
 from data_prep.pipeline import make_plan
-from data_prep.settings import difference, set_settings
+from data_prep.settings import set_settings
 from data_prep.shard_check import check_folder
 from data_prep.shard_index import INDEX, read_index
 

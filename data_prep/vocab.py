@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from configs import Progress, Recipe, UserError, load_recipe, make_folder, say
+from configs.loading import difference
 
 STAMP = "vocab.json"
 
@@ -37,7 +38,6 @@ def make_vocab(recipe: Recipe) -> Path:
         UserError: sources or vocabulary cannot be read, a special token is missing, or the folder
             holds the vocabulary of other settings.
     """
-    from data_prep.settings import difference
     from data_prep.shard_index import digest
     from data_prep.shard_writer import publish_json, remove
     from data_prep.sources import open_source

@@ -12,7 +12,7 @@ from typing import Any
 
 from configs.errors import UserError
 from configs.files import make_folder
-from configs.loading import to_dict
+from configs.loading import difference, to_dict
 from configs.memory import GIB, largest_micro_batch, training_bytes
 from configs.model import ModelConfig, parameter_count
 from configs.schema import Recipe
@@ -243,14 +243,17 @@ def _check_checkpoint(recipe: Recipe, plan: Plan) -> None:
         )
     if "state" not in meta and not absent:
         raise UserError(f"{folder} has no optimiser and schedule state", "resume from an older one")
-    before, now = meta.get("recipe", {}), to_dict(recipe)
-    changed = [
-        key for key in ("seed", "masking", "phases") if key in before and before[key] != now[key]
-    ]
-    if changed:
-        plan.warnings.append(
-            f"changed since {folder.name}: {', '.join(changed)} (rows and masks of the rest follow the new values)"
+    if "recipe" in meta:
+        changed = difference(
+            _decides(meta["recipe"], meta["model"]), _decides(to_dict(recipe), to_dict(plan.model))
         )
+        plan.warnings += [f"changed since {folder.name}: {line}" for line in changed]
+
+
+def _decides(recipe: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:
+    """What of a recipe the losses hang on, beside the shards and the layout."""
+    kept = {key: recipe.get(key) for key in ("seed", "masking", "optimizer", "phases")}
+    return {**kept, "model": model, "train.precision": recipe.get("train", {}).get("precision")}
 
 
 def _check_meta(meta: Mapping[str, Any], plan: Plan, where: str) -> None:

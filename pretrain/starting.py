@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from configs.console import say
 from configs.errors import UserError
 from configs.loading import to_dict
 from data_prep.shards import HELD_OUT, held_out
-from pretrain.checkpoint.folder import Damaged, checkpoints, resolve, set_aside
+from pretrain.checkpoint.folder import Damaged, checkpoints, resolve, set_aside, set_damaged_aside
 from pretrain.checkpoint.reader import Reader, load_shard
 from pretrain.checkpoint.writer import Writer
 from pretrain.checks import Plan
@@ -74,7 +75,7 @@ def begin(plan: Plan) -> Run:
     """Everything up to the first update; collective over all processes of the job."""
     recipe = plan.recipe
     device = _device(plan)
-    if plan.world > 1:
+    if plan.world > 1 or _engine_name(plan) == "deepspeed":  # which wants a group, be it of one
         _connect(plan, device)
     watchdog = Watchdog(
         plan.train_dir,
@@ -185,6 +186,7 @@ def _connect(plan: Plan, device: torch.device) -> None:
     try:
         dist.init_process_group(
             backend,
+            store=dist.HashStore() if plan.world == 1 else None,
             rank=plan.rank,
             world_size=plan.world,
             timeout=timedelta(seconds=START_S),
@@ -198,13 +200,16 @@ def _connect(plan: Plan, device: torch.device) -> None:
         ) from None
 
 
-def _engine_class(plan: Plan) -> type[LeanEngine] | Any:
+def _engine_name(plan: Plan) -> str:
     """auto: the lean engine, whose passes a GPU records, but DeepSpeed for ZeRO-2."""
     parallel = plan.recipe.parallel
-    wanted = parallel.engine
-    if wanted == "auto":
-        wanted = "deepspeed" if parallel.zero_stage == 2 and plan.dp > 1 else "lean"
-    if wanted == "lean":
+    if parallel.engine != "auto":
+        return parallel.engine
+    return "deepspeed" if parallel.zero_stage == 2 and plan.dp > 1 else "lean"
+
+
+def _engine_class(plan: Plan) -> type[LeanEngine] | Any:
+    if _engine_name(plan) == "lean":
         return LeanEngine
     from pretrain.engine_deepspeed import DeepSpeedEngine
 
@@ -220,13 +225,17 @@ def _resume(plan: Plan, engine: Engine) -> tuple[int, dict[str, Any]]:
     recipe = plan.recipe
     found = checkpoints(plan.train_dir) if recipe.checkpoint.resume else []
     found = _same_everywhere(found)
+    skipped: list[Path] = []
     for step, folder in reversed(found):
         # Update 0 is an imported model: weights alone, so the moments start at zero.
         meta, error = _load(engine, folder, moments=step > 0)
         if meta is not None:
+            for damaged in skipped if plan.rank == 0 else []:
+                say(f"{damaged.name} is now {set_damaged_aside(damaged).name}")
             return step, meta["state"] if step > 0 else {}
         if plan.rank == 0:
             say(f"{folder} is damaged and skipped: {error}")
+        skipped.append(folder)
     if found:
         raise UserError(
             f"{plan.train_dir}: none of {len(found)} checkpoints can be read",

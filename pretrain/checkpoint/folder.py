@@ -118,12 +118,20 @@ def set_aside(train_dir: Path) -> Path | None:
     """Moves the checkpoints of an earlier training out of the way of a new one, which would lose
     its own first ones to their higher numbers; returns where they are now, None without any."""
     root = train_dir / "checkpoints"
-    if not checkpoints(train_dir):
-        return None
+    return _rename(root, "checkpoints-before") if checkpoints(train_dir) else None
+
+
+def set_damaged_aside(folder: Path) -> Path:
+    """Takes a checkpoint that cannot be read out of the count, where by its higher number it would
+    outlive the good ones that come after; returns where it is now."""
+    return _rename(folder, f"{folder.name}.damaged")
+
+
+def _rename(folder: Path, name: str) -> Path:
     number = 1
-    while (aside := root.with_name(f"checkpoints-before-{number}")).exists():
+    while (aside := folder.with_name(f"{name}-{number}")).exists():
         number += 1
-    root.rename(aside)
+    folder.rename(aside)
     return aside
 
 

@@ -39,6 +39,9 @@ def write_training(work, steps, last="", every=10):
         (train / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
         (train / "checkpoints" / f"step-{step:08d}" / "checkpoint.json").touch()
     (train / "checkpoints" / "step-00000099").mkdir()  # not complete
+    for name in ("step-00000098.partial-1a2", "step-00000097.damaged-1"):
+        (train / "checkpoints" / name).mkdir()
+        (train / "checkpoints" / name / "checkpoint.json").touch()
     (train / "recipe.json").write_text('{"phases": [{"steps": 100}, {"steps": 50}]}')
 
 

@@ -12,7 +12,7 @@ import data_prep.pipeline
 import data_prep.shard_writer
 from configs import UserError
 from configs.files import lock_folder
-from data_prep.settings import difference
+from configs.loading import difference
 from tests.data_prep.corpus import (
     build,
     recipe_file,
@@ -189,4 +189,10 @@ def test_difference_names_every_leaf() -> None:
         "a.c: 2 there, 5 now",
         "d: 3 there, nothing now",
         "e: nothing there, 4 now",
+    ]
+    assert difference(
+        {"a": [{"b": 1}, {"b": 2}], "c": [1]}, {"a": [{"b": 1}, {"b": 3}], "c": [2]}
+    ) == [
+        "a.1.b: 2 there, 3 now",
+        "c: [1] there, [2] now",
     ]

@@ -157,7 +157,17 @@ def test_a_checkpoint_of_something_else_is_refused(run):
 def test_changes_of_the_recipe_are_told(run):
     checkpoint(run)
     assert not plan(run).warnings
-    assert "seed" in plan(run, "seed=6").warnings[0]
+    changes = {
+        "seed=6": "seed: 5 there, 6 now",
+        "optimizer.beta1=0.8": "optimizer.beta1: 0.9 there, 0.8 now",
+        "model.hidden_dropout=0.2": "model.hidden_dropout: 0.1 there, 0.2 now",
+        "train.precision=bf16": "train.precision: fp32 there, bf16 now",
+        "phases.1.schedule.lr=0.005": "phases.1.schedule.lr: 0.004 there, 0.005 now",
+    }
+    for override, said in changes.items():
+        (warning,) = plan(run, override).warnings
+        assert warning == f"changed since step-00000005: {said}"
+    assert not plan(run, "parallel.micro_batch_tokens=128", "checkpoint.keep=1").warnings
 
 
 def test_missing_moments_and_missing_schedule_state_stop_the_run(run):

@@ -172,6 +172,21 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(whole, tmp_pat
     assert "was altered" in output(run)
     assert "goes on from update 30" in output(run)
     assert losses(run) == losses(whole)
+    assert (run / "train" / "checkpoints" / "step-00000035.damaged-1").is_dir()
+
+
+def test_a_damaged_checkpoint_does_not_outlive_the_good_ones(whole, tmp_path):
+    """It has the higher number: with keep=1 it was kept, and what was saved after it was removed."""
+    run = fresh(whole, tmp_path / "run")
+    assert train(run, "train.stop_at=20", "checkpoint.keep=2") == [0], output(run)
+    path = next(latest(run / "train").glob("*.safetensors"))
+    path.write_bytes(path.read_bytes()[:-4])
+    options = ("train.stop_at=17", "checkpoint.keep=1", "checkpoint.every=100")
+    assert train(run, *options) == [0], output(run)
+    assert [step for step, _ in checkpoints(run / "train")] == [17]
+    assert train(run, "train.stop_at=20") == [0], output(run)
+    assert "goes on from update 17" in output(run)
+    assert losses(run) == {k: v for k, v in losses(whole).items() if k <= 20}
 
 
 def test_starting_anew_keeps_its_own_checkpoints_and_sets_the_earlier_ones_aside(whole, tmp_path):
@@ -284,6 +299,16 @@ def test_the_launchers_give_identical_losses(whole, tmp_path):
     )
     assert two == three
     assert two == pytest.approx(one, abs=1e-5)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_deepspeed_runs_in_one_process(whole, tmp_path, stage):
+    run = fresh(whole, tmp_path / "run")
+    options = ("parallel.engine=deepspeed", f"parallel.zero_stage={stage}", "train.stop_at=6")
+    assert train(run, *options) == [0], output(run)
+    assert "starts: DeepSpeedEngine, tp 1 x dp 1" in output(run)
+    six = {k: v for k, v in losses(whole).items() if k <= 6}
+    assert losses(run) == pytest.approx(six, abs=1e-6)
 
 
 def test_a_zero_shot_probe_stands_beside_the_held_out_scores(whole, tmp_path, real_data):
