@@ -117,10 +117,15 @@ class Demo:
             "TF_CPP_MIN_LOG_LEVEL": "3",
             **os.environ,
         }
-        done = subprocess.run([sys.executable, *arguments], env=environment)
-        if done.returncode:
+        with subprocess.Popen([sys.executable, *arguments], env=environment) as process:
+            try:
+                code = process.wait()
+            except KeyboardInterrupt:  # the terminal told the step as well: a training saves first
+                process.wait()
+                raise
+        if code:
             raise UserError(
-                f"step {self.step} ({title}) failed with exit code {done.returncode}",
+                f"step {self.step} ({title}) failed with exit code {code}",
                 "its message is above; after mending it the same command goes on from here",
             )
         where = f"made {made}, " if made else ""

@@ -162,7 +162,8 @@ class GuardConfig:
     spike_factor: float = 3.0  # loss over its running median by this factor is reported as a spike
     spike_patience: int = 0  # consecutive spikes before the run stops; 0 = report only
     hang_timeout_s: int = 60  # a rank silent for so long ends the job (after the first update)
-    save_signals: list[str] = field(default_factory=lambda: ["SIGTERM", "SIGUSR1"])
+    # saved at the next update, then left with exit code 75; a second Ctrl-C leaves at once
+    save_signals: list[str] = field(default_factory=lambda: ["SIGTERM", "SIGUSR1", "SIGINT"])
 
 
 @dataclass

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import time
 from collections import deque
 from collections.abc import Sequence
 from statistics import median
@@ -22,6 +23,7 @@ from configs.schema import GuardConfig
 
 _HISTORY = 101  # losses of the running median
 _ENOUGH = 20  # of them before a spike can be told
+_SAME_S = 3.0  # torchrun passes on the Ctrl-C that the terminal gave its processes as well
 
 
 class TrainingStopped(UserError):
@@ -132,7 +134,8 @@ class LossGuard:
 class StopSignals:
     """Notes the first of the configured signals; training saves at its next update and leaves.
 
-    Later ones are ignored, so that a scheduler that sends TERM twice does not cut the save off.
+    Later ones are ignored, so that a scheduler that sends TERM twice does not cut the save off;
+    only a second SIGINT (Ctrl-C) means what it says: KeyboardInterrupt.
 
     Raises:
         UserError: a name that is no signal, or one that cannot be caught.
@@ -140,7 +143,7 @@ class StopSignals:
 
     def __init__(self, names: Sequence[str]) -> None:
         self.numbers = [_signal(name) for name in names]
-        self.received = ""
+        self.received, self._at = "", 0.0
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
@@ -164,9 +167,11 @@ class StopSignals:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if not self.received:
-            self.received = signal.Signals(number).name
+            self.received, self._at = signal.Signals(number).name, time.monotonic()
             # os.write: a handler may interrupt a print to the same stream
             os.write(2, f"{self.received}: saving at the next update, then leaving\n".encode())
+        elif number == signal.SIGINT and time.monotonic() - self._at > _SAME_S:
+            raise KeyboardInterrupt
 
 
 def _signal(name: str) -> signal.Signals:

@@ -105,6 +105,17 @@ def test_b51_the_first_signal_is_noted_and_the_second_ignored(names, sent, capfd
     assert signal.getsignal(signal.Signals[sent]) == before
 
 
+def test_only_a_second_interrupt_some_time_after_the_first_leaves_at_once(monkeypatch) -> None:
+    with StopSignals(["SIGINT", "SIGTERM"]) as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)  # the same one, passed on by a launcher
+        assert stop.received == "SIGINT"
+        monkeypatch.setattr("pretrain.guard._SAME_S", -1.0)
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
 def test_signals_that_are_none_are_refused() -> None:
     with pytest.raises(UserError, match="SIGFOO"):
         StopSignals(["SIGFOO"])

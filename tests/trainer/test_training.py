@@ -144,6 +144,16 @@ def test_b51_a_signal_saves_at_the_next_update_and_a_second_one_is_ignored(whole
     assert losses(run, "lr") == losses(whole, "lr")
 
 
+def test_ctrl_c_saves_first(whole, tmp_path):
+    run = fresh(whole, tmp_path / "run")
+    processes = start(run, "checkpoint.every=0")
+    wait_for_step(run, 3)
+    interrupt(processes, signal.SIGINT)
+    assert finish(processes) == [75], output(run)
+    assert "SIGINT: saving at the next update" in output(run)
+    assert checkpoints(run / "train")[-1][0] >= 3
+
+
 def test_other_layouts_go_on_from_one_another(whole, tmp_path):
     """tp 2 -> dp 2 with ZeRO-1 in DeepSpeed and other micro-batches -> one process, 1e-4."""
     run = fresh(whole, tmp_path / "run")
