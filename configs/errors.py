@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import errno
+import json
+import os
 import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
 
 USER_ERROR_EXIT = 2
 # Exit codes of `python -m pretrain train`, which schedulers and scripts may act on.
@@ -55,17 +59,23 @@ def run_cli(main: Callable[[], int | None]) -> None:
     try:
         code = main() or 0
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        code = error.exit_code
+        code = _say(error)
     except BrokenPipeError:  # `... | head` closed our standard output
         sys.stderr.close()
         code = 141
     except OSError as error:
         if not (known := refusal(error)):
             raise
-        print(f"error: {known}", file=sys.stderr, flush=True)
-        code = known.exit_code
+        code = _say(known)
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from what is finished", file=sys.stderr)
         code = 130
     sys.exit(code)
+
+
+def _say(error: UserError) -> int:
+    print(f"error: {error}", file=sys.stderr, flush=True)
+    # torchrun ends with forty lines of its own and repeats in the last ones what it finds here.
+    if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        Path(report).write_text(json.dumps({"message": str(error), "timestamp": int(time.time())}))
+    return error.exit_code

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from configs import UserError, say
+from configs.files import named
 from configs.objectives import PAIR_OBJECTIVES
 from configs.schema import MaskingConfig
 from pretrain.same_tokenizer import vocabulary
@@ -172,7 +173,11 @@ def _blimp_scores(
 def _held_out(folder: Path) -> Shards:
     from data_prep.shards import HELD_OUT, held_out, open_shards
 
-    return held_out(folder) if (folder / HELD_OUT).is_dir() else open_shards(folder)
+    if (folder / HELD_OUT).is_dir():
+        return held_out(folder)
+    if named(folder).name != HELD_OUT:
+        say(f"note: {folder} has no {HELD_OUT}/: all its rows are scored, also those trained on")
+    return open_shards(folder)
 
 
 def _parser() -> argparse.ArgumentParser:

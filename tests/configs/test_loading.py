@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from dataclasses import fields, is_dataclass
@@ -11,6 +12,7 @@ from typing import get_type_hints
 import pytest
 
 from configs import Recipe, UserError, load_profile, load_recipe
+from configs.errors import run_cli
 from configs.loading import from_dict, to_dict
 from configs.model import PRESETS, ModelConfig, padded_vocab, parameter_count, resolve_model
 
@@ -95,6 +97,14 @@ def test_an_unknown_command_is_one_line_and_exit_code_2(repo):
     assert done.returncode == 2
     assert "did you mean train?" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_the_message_is_left_for_torchrun(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    with pytest.raises(SystemExit, match="2"):
+        run_cli(lambda: load_recipe("demo", ["nokey=3"]) and None)
+    message = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert message in capsys.readouterr().err and "unknown key nokey" in message
 
 
 def test_parameter_counts_are_those_of_the_papers():

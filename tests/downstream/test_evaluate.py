@@ -132,6 +132,18 @@ def test_shards_of_another_tokenizer_are_refused(
         evaluate(tiny_model, held_out(shards))
 
 
+def test_rows_that_are_not_held_out_are_said_to_be(
+    tiny_model: Path, shards: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [str(tiny_model), "--rows", "4", "--pseudo-rows", "0", "--shards"]
+    for folder in (shards, shards / "held-out"):
+        assert main([*command, str(folder)]) == 0
+        assert "note" not in capsys.readouterr().out
+    shutil.rmtree(shards / "held-out")
+    main([*command, str(shards)])
+    assert "has no held-out/: all its rows are scored" in capsys.readouterr().out
+
+
 def test_early_refusals(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="nothing to evaluate on"):
         main(["x"])
