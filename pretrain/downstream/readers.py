@@ -303,8 +303,9 @@ def _read_hub(task: Task, data: str) -> dict[str, list[Row]]:
     try:
         loaded = load_dataset(*where)
     except Exception as error:  # the hub client raises a dozen kinds, all of which mean this
+        here = "no such folder here, and " if data else ""
         raise UserError(
-            f"{'/'.join(where)}: not loaded from the hub ({type(error).__name__}: {error})",
+            f"{'/'.join(where)}: {here}not loaded from the hub ({type(error).__name__}: {error})",
             "check name, network and HF_HUB_OFFLINE, or pass --data FOLDER with the files"
             " (pretrain/downstream/README.md names them)",
         ) from None
