@@ -38,6 +38,15 @@ class SourceConfig:
     window_sentences: int = 512
     language: str = "en"
 
+    @property
+    def title(self) -> str:
+        """Its name; without one `books` for data/books/*.txt, the path's last part that names something."""
+        parts = [part for part in self.path.replace("\\", "/").split("/") if part]
+        while len(parts) > 1 and any(mark in parts[-1] for mark in "*?["):
+            parts.pop()
+        last = parts[-1] if parts else self.kind
+        return self.name or last.split(".")[0] or last
+
 
 @dataclass
 class VocabConfig:

@@ -18,6 +18,7 @@ from configs.model import ModelConfig, parameter_count
 from configs.schema import Recipe
 from data_prep.shards import Shards, open_shards
 from pretrain.check_model import check_model
+from pretrain.check_shards import check_built
 from pretrain.checkpoint.folder import (
     KINDS,
     Damaged,
@@ -95,6 +96,7 @@ def check(recipe: Recipe, env: Mapping[str, str]) -> Plan:
             "use optimizer.implementation=lambert on a CPU",
         )
     shards = _open_all(recipe)
+    notes = check_built(recipe, shards)
     first = next(iter(shards.values()))
     model = check_model(recipe, first, shards)
     plan = Plan(
@@ -108,6 +110,7 @@ def check(recipe: Recipe, env: Mapping[str, str]) -> Plan:
         total=sum(phase.steps for phase in recipe.phases),
         end=0,
         micro_batch_tokens=0,
+        warnings=notes,
     )
     plan.end = min(recipe.train.stop_at or plan.total, plan.total)
     _check_batches(recipe, plan)

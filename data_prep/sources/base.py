@@ -72,7 +72,7 @@ class Source(ABC):
 
     def __init__(self, config: SourceConfig) -> None:
         self.config = config
-        self.name = config.name or default_name(config)
+        self.name = config.title
 
     @abstractmethod
     def plan(self) -> list[tuple[list[Piece], int]]:
@@ -113,15 +113,6 @@ class Source(ABC):
     def files(self) -> list[Path]:
         """Input files in a fixed order; raises UserError when there are none."""
         return find_files(self.config, self.suffixes, self.looks_like)
-
-
-def default_name(config: SourceConfig) -> str:
-    """`books` for data/books/*.txt: the last part of the path that names something."""
-    parts = [part for part in config.path.replace("\\", "/").split("/") if part]
-    while len(parts) > 1 and any(mark in parts[-1] for mark in "*?["):
-        parts.pop()
-    last = parts[-1] if parts else config.kind
-    return last.split(".")[0] or last
 
 
 def find_files(config: SourceConfig, suffixes: Sequence[str], looks_like: str) -> list[Path]:

@@ -1,0 +1,86 @@
+"""A training is on the rows that its recipe tells of, and on rows that can teach what it asks."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from configs.errors import UserError
+from configs.loading import load_recipe
+from configs.schema import ShardsConfig
+from pretrain import checks
+from tests.data_prep.corpus import build, recipe_file, write_texts
+
+SETS = """
+shards: {s: {max_length: 64, mask_cap: 9, dupe_factor: 2}, auto: {max_length: 32}}
+model: {preset: bert-tiny, max_position_embeddings: 512}
+train: {precision: fp32}
+"""
+PHASES = (
+    "phases=[{shards: s, steps: 2, global_batch: 4}, {shards: auto, steps: 2, global_batch: 4}]"
+)
+CHANGED = {"max_length": 48, "objective": "sop", "dupe_factor": 1, "short_seq_prob": 0.2,
+           "mask_cap": 8, "static_masks": "true"}  # fmt: skip
+THERE = {"max_length": 64, "objective": "nsp", "dupe_factor": 2, "short_seq_prob": 0.1,
+         "mask_cap": 9, "static_masks": False}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built, and its text gone: the machine that trains never had it."""
+    folder = tmp_path_factory.mktemp("built")
+    path = recipe_file(folder, write_texts(folder / "text", files=20), SETS)
+    build(path)
+    shutil.rmtree(folder / "text")
+    return path
+
+
+def plan(recipe: Path, *overrides: str) -> checks.Plan:
+    env = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    return checks.check(load_recipe(recipe, [PHASES, *overrides]), env)
+
+
+def test_what_was_built_is_trained_on_without_its_text(recipe: Path) -> None:
+    assert plan(recipe).warnings == []
+    # What a training may choose for itself; a cap of 0 is what the build made of it.
+    for override in ("seed=8", "masking.probability=0.2", "prep.held_out=0.3", "sources=[]"):
+        assert plan(recipe, override).warnings == []
+    assert plan(recipe, "shards.s.mask_cap=0").shards["s"].mask_cap == 9
+
+
+@pytest.mark.parametrize("key", [field.name for field in fields(ShardsConfig)])
+def test_other_settings_than_the_set_was_built_with_are_refused(recipe: Path, key: str) -> None:
+    with pytest.raises(UserError, match=r"shards/s was built with other settings") as caught:
+        plan(recipe, f"shards.s.{key}={CHANGED[key]}")
+    now = True if key == "static_masks" else CHANGED[key]
+    assert caught.value.what.endswith(f"\n  shards.s.{key}: {THERE[key]} there, {now} now")
+    assert "drop the override" in caught.value.remedy and "build" in caught.value.remedy
+
+
+def test_only_sets_that_are_trained_on_count(recipe: Path) -> None:
+    assert not plan(
+        recipe, "phases=[{shards: s, steps: 1, global_batch: 4}]", "shards.auto.max_length=40"
+    ).warnings
+    with pytest.raises(UserError, match=r"shards\.auto\.max_length: 32 there, 40 now"):
+        plan(recipe, "shards.auto.max_length=40")
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("sources.0.weight=2", "sources.0.weight: 1.0 there, 2.0 now"),
+        ("sources.0.kind=sentences", "sources.0.kind: text there, sentences now"),
+        ("sources.0.language=de", "sources.0.language: en there, de now"),
+        ("sources=[{path: /x/news/*.txt}]", "sources.0.name: text there, news now"),
+        ("sources=[{name: text}, {name: more}]", "1 there, 2 now"),
+    ],
+)
+def test_other_sources_are_told(recipe: Path, override: str, line: str) -> None:
+    """Not refused: the text may have moved, and shards of other text be trained on on purpose."""
+    notes = plan(recipe, override).warnings
+    assert [note.rpartition("/run/shards/")[2] for note in notes] == [
+        f"{name} was built from other sources: {line}" for name in ("s", "auto")
+    ]
