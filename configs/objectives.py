@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from configs.errors import UserError
 from configs.model import ModelConfig
 
 PAIR_OBJECTIVES = ("nsp", "sop")  # rows of two segments and a label
 OBJECTIVES = (*PAIR_OBJECTIVES, "full-sentences", "doc-sentences", "single")
+ONE_SIDED = 0.95  # share of one label from which a head learns little else than to answer it
 
 
 def check_objective(model: ModelConfig, name: str, objective: str) -> None:
@@ -24,3 +27,40 @@ def check_objective(model: ModelConfig, name: str, objective: str) -> None:
             "model.nsp_head=true would learn one constant answer from them",
             f"set model.nsp_head=false, or shards.{name}.objective=nsp (or sop) and build again",
         )
+
+
+def one_sided(labels: Sequence[int]) -> str:
+    """What is wrong with rows of these labels ([B follows A, B is random]); "" if nothing is."""
+    rows = sum(labels)
+    if max(labels) <= ONE_SIDED * rows:
+        return ""
+    kind = "B follows A" if labels[0] > labels[1] else "B does not follow A"
+    return f"{kind} in {max(labels):,} of {rows:,} rows"
+
+
+def balance_remedy(name: str, labels: Sequence[int]) -> str:
+    """What gives the rows of set `name` both labels, or needs none."""
+    if labels[0] > labels[1]:
+        need = "give more documents, of which a random B is taken, or cut them: sources.N.document=window"
+    else:
+        need = f"give rows room for two sentences: shards.{name}.max_length"
+    return (
+        f"{need}; or train without a next sentence: model.nsp_head=false, with "
+        f"shards.{name}.objective=full-sentences built anew"
+    )
+
+
+def check_labels(model: ModelConfig, name: str, labels: Sequence[int]) -> list[str]:
+    """Notes of a set of pairs whose labels are nearly all the same.
+
+    Raises:
+        UserError: model.nsp_head is on and they are all the same: as with rows that have none.
+    """
+    wrong = one_sided(labels) if model.nsp_head else ""
+    if wrong and not min(labels):
+        raise UserError(
+            f"shards.{name} has one next-sentence label ({wrong}), and model.nsp_head=true would "
+            "learn one constant answer from it",
+            balance_remedy(name, labels),
+        )
+    return [f"shards.{name}: {wrong}; {balance_remedy(name, labels)}"] if wrong else []

@@ -44,6 +44,7 @@ from data_prep.shard_index import INDEX, digest, pack_bools, read_index
 from data_prep.shard_writer import finish_folder, publish_json, remove
 from data_prep.shards import Layout, open_shards
 from data_prep.sources import open_source
+from data_prep.summary import report
 from data_prep.tokenizer import load
 
 BYTES_PER_TOKEN = 4.0  # of English text; below the usual 4.4, so that the estimate is safe
@@ -265,26 +266,4 @@ def _finish(
             held_out=any(task.kind == HELD_OUT for task in tasks) and kind == TRAIN,
         )  # fmt: skip
     remove(context.work)
-    _report(context.folder)
-
-
-def _report(folder: Path) -> None:
-    index = read_index(folder)
-    full = index["tokens"] / max(1, index["rows"] * index["max_length"])
-    labels = index["labels"]
-    say(
-        f"{folder}: {index['rows']:,} rows, {index['tokens']:,} tokens in {len(index['parts'])} parts,"
-        f" {100 * full:.0f}% full, labels {labels[0]:,} / {labels[1]:,}"
-    )
-    for source in index["sources"]:
-        dropped = ", ".join(f"{k} {v:,}" for k, v in source["dropped"].items())
-        say(
-            f"  {source['name']}: {source['documents_trained_on']:,} documents,"
-            f" {source['documents_held_out']:,} held out"
-            + (f"; dropped: {dropped}" if dropped else "")
-        )
-    if index["held_out"]:
-        say(f"  held out: {read_index(folder / HELD_OUT)['rows']:,} rows")
-    counts = ", ".join(f"{name} {count:,}" for name, count in index["counts"].items())
-    if counts:
-        say(f"  {counts}")
+    report(context.folder)

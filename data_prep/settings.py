@@ -22,6 +22,7 @@ _NO_INFLUENCE = {
     "inspect.py",
     "audit.py",
     "sample.py",
+    "summary.py",
     "__main__.py",
 }
 # SourceConfig keys that say where the text lies or how it is read; its content is hashed instead.

@@ -6,13 +6,15 @@ from collections.abc import Mapping
 
 from configs.errors import UserError
 from configs.model import ModelConfig, padded_vocab, resolve_model
-from configs.objectives import PAIR_OBJECTIVES, check_objective
+from configs.objectives import PAIR_OBJECTIVES, check_labels, check_objective
 from configs.schema import Recipe
 from data_prep.shards import Shards
 
 
-def check_model(recipe: Recipe, first: Shards, shards: Mapping[str, Shards]) -> ModelConfig:
-    """The model of a recipe with the sizes that come from its shards.
+def check_model(
+    recipe: Recipe, first: Shards, shards: Mapping[str, Shards]
+) -> tuple[ModelConfig, list[str]]:
+    """The model of a recipe with the sizes that come from its shards, and notes of what is odd.
 
     Args:
         first: the set of the first phase; its tokenizer gives the vocabulary size.
@@ -20,7 +22,7 @@ def check_model(recipe: Recipe, first: Shards, shards: Mapping[str, Shards]) -> 
 
     Raises:
         UserError: vocabulary, heads or MLP against tp; rows longer than the positions; rows of
-            pairs without token types; an NSP head on rows that are no pairs; an empty set.
+            pairs without token types; an NSP head on rows that are no pairs, or have one label; an empty set.
     """
     model = resolve_model(recipe.model, first.vocab_size)
     tp = recipe.parallel.tp
@@ -41,6 +43,7 @@ def check_model(recipe: Recipe, first: Shards, shards: Mapping[str, Shards]) -> 
             f"the padded vocabulary {padded_vocab(model, tp)} is not divisible by parallel.tp={tp}",
             "choose a vocab_pad_multiple of at least 1",
         )
+    notes = []
     for name, s in shards.items():
         if s.max_length > model.max_position_embeddings:
             raise UserError(
@@ -55,4 +58,5 @@ def check_model(recipe: Recipe, first: Shards, shards: Mapping[str, Shards]) -> 
         check_objective(model, name, s.objective)
         if not s.num_rows:
             raise UserError(f"{s.folder} holds no rows", "give the recipe more text")
-    return model
+        notes += check_labels(model, name, s.index["labels"])
+    return model, notes

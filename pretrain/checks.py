@@ -96,9 +96,9 @@ def check(recipe: Recipe, env: Mapping[str, str]) -> Plan:
             "use optimizer.implementation=lambert on a CPU",
         )
     shards = _open_all(recipe)
-    notes = check_built(recipe, shards)
     first = next(iter(shards.values()))
-    model = check_model(recipe, first, shards)
+    notes = check_built(recipe, shards)
+    model, odd = check_model(recipe, first, shards)
     plan = Plan(
         recipe,
         model,
@@ -110,7 +110,7 @@ def check(recipe: Recipe, env: Mapping[str, str]) -> Plan:
         total=sum(phase.steps for phase in recipe.phases),
         end=0,
         micro_batch_tokens=0,
-        warnings=notes,
+        warnings=notes + odd,
     )
     plan.end = min(recipe.train.stop_at or plan.total, plan.total)
     _check_batches(recipe, plan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -219,6 +220,30 @@ def test_b09_counts_are_reported_for_a_single_document(
     wanted = index["counts"]["random B wanted, no other document"]
     assert index["labels"][1] == 0 and wanted > 0
     assert f"random B wanted, no other document {wanted}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("files", "length", "objective", "said"),
+    [
+        (1, 64, "nsp", r"B follows A in {0} of {0} rows"),
+        (1, 64, "full-sentences", ""),
+        (20, 8, "nsp", r"B does not follow A in \d+ of {0} rows"),
+        (20, 64, "nsp", ""),
+    ],
+)
+def test_rows_that_teach_one_answer_are_told_at_the_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], files: int, length: int, objective: str,
+    said: str,
+) -> None:  # fmt: skip
+    body = f"shards: {{s: {{max_length: {length}, objective: {objective}}}}}\n"
+    recipe = recipe_file(tmp_path, write_texts(tmp_path / "text", files, seed=3), body)
+    rows = read_index(build(recipe, "prep.held_out=0") / "s")["rows"]
+    lines = capsys.readouterr().out.splitlines()
+    if not said:
+        assert not [line for line in lines if line.startswith("note:")]
+        return
+    assert re.match(f"note: s: {said.format(rows)}, so that", lines[-2])
+    assert ("max_length" in lines[-1]) == (length == 8) and "nsp_head=false" in lines[-1]
 
 
 def test_b09_single_documents_of_several_units_are_pooled(

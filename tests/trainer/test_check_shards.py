@@ -7,10 +7,14 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from configs.errors import UserError
 from configs.loading import load_recipe
-from configs.schema import ShardsConfig
+from configs.model import resolve_model
+from configs.objectives import check_labels
+from configs.schema import ModelConfig, ShardsConfig
 from pretrain import checks
 from tests.data_prep.corpus import build, recipe_file, write_texts
 
@@ -84,3 +88,42 @@ def test_other_sources_are_told(recipe: Path, override: str, line: str) -> None:
     assert [note.rpartition("/run/shards/")[2] for note in notes] == [
         f"{name} was built from other sources: {line}" for name in ("s", "auto")
     ]
+
+
+def test_pairs_with_one_label_are_refused_with_a_next_sentence_head(tmp_path: Path) -> None:
+    """One document: no random B; rows of 8 tokens: nothing but random Bs."""
+    for name, files, length, remedy in (
+        ("one", 1, 64, "give more documents"),
+        ("short", 20, 8, r"shards\.s\.max_length"),
+    ):
+        (tmp_path / name).mkdir()
+        text = write_texts(tmp_path / name / "text", files=files)
+        for file in text.glob("*") if length == 8 else []:  # no sentence leaves room for another
+            file.write_text(f"{file.stem}. ".join(["A river met an old stone near it "] * 9))
+        body = SETS.replace("max_length: 64, mask_cap: 9", f"max_length: {length}")
+        recipe = recipe_file(tmp_path / name, text, body)
+        build(recipe, "prep.held_out=0")
+        with pytest.raises(
+            UserError, match=r"shards\.s has one next-sentence label .*one constant"
+        ):
+            plan(recipe)
+        with pytest.raises(UserError, match=f"{remedy}[\\s\\S]*model.nsp_head=false"):
+            plan(recipe)
+        assert plan(recipe, "model.nsp_head=false").warnings == []
+
+
+@given(st.integers(0, 10**9), st.integers(0, 10**9), st.booleans())
+def test_labels_are_refused_noted_or_fine(follows: int, random: int, head: bool) -> None:
+    if not follows + random:
+        return  # a set without rows is refused before
+    model = resolve_model(ModelConfig(preset="bert-tiny", nsp_head=head), 100)
+    share = max(follows, random) / (follows + random)
+    if head and share == 1:
+        with pytest.raises(UserError, match="one next-sentence label"):
+            check_labels(model, "s", [follows, random])
+        return
+    notes = check_labels(model, "s", [follows, random])
+    assert len(notes) == (head and share > 0.95)
+    for note in notes:
+        assert f"{max(follows, random):,} of {follows + random:,} rows" in note
+        assert ("more documents" in note) == (follows > random)
