@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from configs import say
 from configs.objectives import PAIR_OBJECTIVES, balance_remedy, one_sided
 from data_prep.shard_index import HELD_OUT, read_index
+
+SAID_UNKNOWN, TOO_UNKNOWN = 0.01, 0.1  # shares of a source's tokens; English under its own: 0.0001
+EXAMPLES = 5  # of unknown words
 
 
 def report(folder: Path) -> None:
@@ -19,20 +23,40 @@ def report(folder: Path) -> None:
         f" {100 * full:.0f}% full, labels {labels[0]:,} / {labels[1]:,}"
     )
     for source in index["sources"]:
-        dropped = ", ".join(f"{k} {v:,}" for k, v in source["dropped"].items())
-        say(
-            f"  {source['name']}: {source['documents_trained_on']:,} documents,"
-            f" {source['documents_held_out']:,} held out"
-            + (f"; dropped: {dropped}" if dropped else "")
-        )
+        say(_source(source))
     if index["held_out"]:
         say(f"  held out: {read_index(folder / HELD_OUT)['rows']:,} rows")
     counts = ", ".join(f"{name} {count:,}" for name, count in index["counts"].items())
     if counts:
         say(f"  {counts}")
+    for source in index["sources"]:
+        if _unknown(source) > TOO_UNKNOWN:
+            words = " ".join(list(source["unknowns"])[:EXAMPLES])
+            say(
+                f"note: {folder.name}: the vocabulary does not know {100 * _unknown(source):.0f}% of the"
+                f" tokens of {source['name']} ({words})\n  -> train one on this text"
+                " (vocab.file=''), or give one of its language as vocab.file, in another work_dir"
+            )
     wrong = one_sided(labels) if index["objective"] in PAIR_OBJECTIVES else ""
     if wrong:
         say(
             f"note: {folder.name}: {wrong}, so that a next-sentence head would learn one answer"
             f"\n  -> {balance_remedy(folder.name, labels)}"
         )
+
+
+def _source(source: dict[str, Any]) -> str:
+    parts = [
+        f"  {source['name']}: {source['documents_trained_on']:,} documents,"
+        f" {source['documents_held_out']:,} held out"
+    ]
+    if source["dropped"]:
+        parts.append("dropped: " + ", ".join(f"{k} {v:,}" for k, v in source["dropped"].items()))
+    if _unknown(source) > SAID_UNKNOWN:
+        parts.append(f"unknown tokens {100 * _unknown(source):.1f}%")
+    return "; ".join(parts)
+
+
+def _unknown(source: dict[str, Any]) -> float:
+    """The share of [UNK] among a source's tokens."""
+    return float(source["unknown_tokens"] / max(1, source["tokens"]))

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import re
 import shutil
+import tempfile
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import data_prep.groups
 import data_prep.rows
@@ -349,6 +354,22 @@ def test_unknown_words_are_counted(tmp_path: Path) -> None:
     index = read_index(build(recipe_file(tmp_path, text), "prep.held_out=0") / "len64")
     assert index["sources"][0]["unknowns"] == {"漢": 6, "字": 3}
     assert index["sources"][0]["unknown_tokens"] == 9
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(1, 200), st.integers(0, 200))
+def test_text_of_another_language_is_told(known: int, unknown: int) -> None:
+    with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()) as said:
+        text = Path(folder) / "text"
+        text.mkdir()
+        words = ["stone"] * known + ["камень"] * unknown
+        (text / "a.txt").write_text(" ".join(words) + ".\n" + "River stone. " * 2)
+        recipe = recipe_file(Path(folder), text, "shards: {s: {objective: single}}\n")
+        build(recipe, "prep.held_out=0")
+    share = 100 * (unknown / (known + unknown + 7))  # full stops count
+    assert (f"; unknown tokens {share:.1f}%" in said.getvalue()) == (share > 1)
+    note = f"note: s: the vocabulary does not know {share:.0f}% of the tokens of text (камень)"
+    assert (note in said.getvalue()) == ("note:" in said.getvalue()) == (share > 10)
 
 
 def test_groups_have_documents_for_a_random_b() -> None:
