@@ -68,7 +68,8 @@ def compiled(model: Any, turn: Callable[[], None]) -> Any:
     from torch._functorch import config
     from torch._inductor.compile_fx import compile_fx
 
-    config.force_non_lazy_backward_lowering = True  # else compiled when it is first needed
+    if hasattr(config, "force_non_lazy_backward_lowering"):
+        config.force_non_lazy_backward_lowering = True  # else compiled when it is first needed
 
     def backend(graph: Any, examples: Any) -> Any:
         run = compile_fx(graph, examples)
