@@ -67,9 +67,13 @@ def read_index(folder: Path) -> dict[str, Any]:
             f"{folder}: no such shard folder", "python -m data_prep build RECIPE makes it"
         )
     if not path.is_file():
-        unfinished = any(folder.glob("part-*.arrow"))
-        why = "a build was not finished" if unfinished else "not a shard folder"
-        raise UserError(f"{path} is missing: {why}", "python -m data_prep build RECIPE goes on")
+        why, remedy = "a build was not finished", "python -m data_prep build RECIPE goes on"
+        if not is_set(folder):
+            why, sets = "not a shard folder", [str(one) for one in sets_below(folder)]
+            if sets:
+                more = f" (or one of {len(sets) - 4} more)" if len(sets) > 4 else ""
+                remedy = f"name a set below it: {', '.join(sets[:4])}{more}"
+        raise UserError(f"{path} is missing: {why}", remedy)
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
@@ -99,6 +103,29 @@ def read_index(folder: Path) -> dict[str, Any]:
     if sum(p["rows"] for p in index["parts"]) != index["rows"]:
         raise UserError(f"{path}: rows of the parts do not add up to {index['rows']}", REBUILD)
     return cast(dict[str, Any], index)
+
+
+def is_set(folder: Path) -> bool:
+    """Whether a folder is a shard folder, be it one that lacks its index or all of its parts."""
+    if (folder / LENGTHS).is_file() or any(folder.glob("part-*.arrow")):
+        return True
+    index = folder / INDEX  # a checkpoint has one too
+    return index.is_file() and FORMAT.encode() in index.read_bytes()
+
+
+def sets_below(folder: Path, depth: int = 3) -> list[Path]:
+    """Shard folders in a folder that is none: runs, a run, its shards. Not their held-out/."""
+    try:
+        inside = sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
+    except OSError:  # somebody else's
+        return []
+    found = []
+    for one in inside:
+        if is_set(one):
+            found.append(one)
+        elif depth > 1:
+            found += sets_below(one, depth - 1)
+    return found
 
 
 def _check_keys(path: Path, values: Any, keys: dict[str, type], prefix: str) -> None:

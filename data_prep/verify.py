@@ -1,7 +1,8 @@
 """`python -m data_prep verify FOLDER`: checks every byte and every row of a shard folder.
 
 Names each part that is damaged, missing, foreign or stale; exit code 1 if there is any. With a
-recipe instead of a folder it checks all its sets, and that they are what the recipe asks for now.
+recipe instead of a folder it checks all its sets, and that they are what the recipe asks for now;
+with a folder above sets (runs/demo, runs/demo/shards) all sets below.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from configs.loading import difference
 from data_prep.pipeline import make_plan
 from data_prep.settings import set_settings
 from data_prep.shard_check import check_folder
-from data_prep.shard_index import INDEX, read_index
+from data_prep.shard_index import INDEX, is_set, read_index, sets_below
 
 
 def main(argv: list[str]) -> int | None:
@@ -30,6 +31,13 @@ def main(argv: list[str]) -> int | None:
         if arguments.overrides:
             raise UserError("overrides go with a recipe, not with a folder", "give the recipe")
         folders, problems = [target], []
+        if target.is_dir() and not is_set(target):
+            folders = sets_below(target)
+            if not folders:
+                raise UserError(
+                    f"{target}: not a shard folder, and none is below it",
+                    "python -m data_prep build RECIPE makes them in work_dir/shards",
+                )
     else:
         recipe = load_recipe(arguments.target, arguments.overrides)
         folders = [Path(recipe.work_dir) / "shards" / name for name in recipe.shards]

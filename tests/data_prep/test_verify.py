@@ -13,6 +13,7 @@ import pyarrow as pa
 import pytest
 
 from configs import UserError
+from data_prep import audit, inspect
 from data_prep.shard_check import check_folder
 from data_prep.shard_index import digest, file_digest, read_index
 from data_prep.shard_writer import publish_json, take, write_part
@@ -283,6 +284,41 @@ def test_an_intact_folder_has_no_problem(good: Path, capsys: pytest.CaptureFixtu
     assert check_folder(good) == []
     assert main([str(good)]) == 0
     assert "all right" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("up", ["run/shards", "run", "."])
+def test_a_folder_above_the_sets_stands_for_all_of_them(
+    good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], up: str
+) -> None:
+    shards = tmp_path / "run" / "shards"
+    shutil.copytree(good.parent, shards)
+    shutil.copytree(good.parent.parent / "vocab", tmp_path / "run" / "vocab")
+    (tmp_path / "run/train/step-1").mkdir(parents=True)
+    (tmp_path / "run/train/step-1/index.json").write_text('{"format": "a checkpoint"}')
+    above = tmp_path / up
+    assert main([str(above)]) == 0
+    said = capsys.readouterr().out
+    assert [line.count("all right") for line in said.splitlines()].count(1) == 2
+    for look in (inspect.main, audit.main):
+        with pytest.raises(UserError, match="index.json is missing: not a shard folder") as caught:
+            look([str(above)])
+        assert caught.value.remedy == f"name a set below it: {shards / 's'}, {shards / 't'}"
+    # What is left of a set that was lost is still one of them.
+    aside = tmp_path / ".aside"
+    aside.mkdir()
+    for lost in ("index.json", "*.arrow", "[!i]*"):
+        for kept in shards.glob(f"t/{lost}"):
+            kept.rename(aside / kept.name)
+        assert main([str(above)]) == 1
+        said = capsys.readouterr().out
+        assert f"{shards / 's'}: " in said and f"PROBLEM {shards / 't'}" in said
+        for kept in aside.iterdir():
+            kept.rename(shards / "t" / kept.name)
+
+
+def test_a_folder_without_any_set_is_no_damage(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="not a shard folder, and none is below it"):
+        main([str(tmp_path)])
 
 
 def test_stale_sets_of_a_recipe_are_named(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
