@@ -130,7 +130,8 @@ class ScheduleConfig:
 
 @dataclass
 class PhaseConfig:
-    """A stretch of training on one set of shards; the moments go on from one phase to the next."""
+    """A stretch of training on one set of shards; the moments go on from one phase to the
+    next, and so do the rows of a set that an earlier phase has read from."""
 
     name: str = "phase1"
     shards: str = "len128"

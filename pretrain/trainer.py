@@ -106,6 +106,11 @@ class Trainer:
             run.groups.dp,
             self.plan.micro_batch_tokens,
             run.device,
+            first_row=sum(
+                before.steps * before.global_batch
+                for before in recipe.phases[:index]
+                if before.shards == phase.shards
+            ),
         )
         if batches.warning:
             run.say(batches.warning)

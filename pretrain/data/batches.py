@@ -143,6 +143,8 @@ class Batches:
     Nothing depends on the updates made before: `update(k)` is a pure function of k, the seed, the
     phase and the set, and together the ranks see the same rows, masks and keys for any dp.
 
+    first_row: rows of the set that earlier phases have read; this one reads on behind them.
+
     Raises:
         UserError: from Packer and Masker, before any row is read; an empty set.
     """
@@ -158,10 +160,11 @@ class Batches:
         dp: int,
         micro_batch_tokens: int,
         device: torch.device | str = "cpu",
+        first_row: int = 0,
     ) -> None:
         if not shards.num_rows:
             raise UserError(f"{shards.folder} holds no rows", "give the recipe more text")
-        self.phase, self.dp_rank = phase, dp_rank
+        self.phase, self.dp_rank, self.first_row = phase, dp_rank, first_row
         self.device = torch.device(device)
         self.order = RowOrder(shards.num_rows, seed)
         packer = make_packer(shards, masking, phase.global_batch, dp, micro_batch_tokens)
@@ -200,7 +203,7 @@ class Batches:
     def row_ids(self, step_in_phase: int) -> tuple[np.ndarray, np.ndarray]:
         """(epochs, rows) of an update's global batch, int64 [global_batch] each."""
         size = self.phase.global_batch
-        return self.order.rows(step_in_phase * size, size)
+        return self.order.rows(self.first_row + step_in_phase * size, size)
 
     def _build(self, step_in_phase: int) -> GlobalBatch:
         epochs, rows = self.row_ids(step_in_phase)
@@ -218,7 +221,7 @@ class Batches:
             tokens_total=plan.real_tokens,
             sum_squared_lengths_total=int((lengths**2).sum()),
             waste=plan.waste,
-            epoch=(step_in_phase + 1) * self.phase.global_batch / self.order.num_rows,
+            epoch=(self.first_row + (step_in_phase + 1) * len(rows)) / self.order.num_rows,
         )
 
 

@@ -20,10 +20,22 @@ def shards(tmp_path_factory):
     return open_shards(make_shards(tmp_path_factory.mktemp("b") / "s", rows=700, vocab_size=500))
 
 
-def batches(shards, global_batch=96, steps=20, dp_rank=0, dp=1, budget=1024, device="cpu", **kw):
+def batches(
+    shards, global_batch=96, steps=20, dp_rank=0, dp=1, budget=1024, device="cpu", first_row=0, **kw
+):
     phase = PhaseConfig(global_batch=global_batch, steps=steps)
     masking = MaskingConfig(**kw)
-    return Batches(shards, phase, 0, masking, 42, dp_rank, dp, budget, device)
+    return Batches(shards, phase, 0, masking, 42, dp_rank, dp, budget, device, first_row)
+
+
+def test_a_later_phase_on_the_same_set_reads_on(shards) -> None:
+    """It began with the first row again: rows that the earlier phase had not reached were never read."""
+    whole, later = batches(shards), batches(shards, global_batch=32, first_row=5 * 96)
+    for k in range(12):
+        together = [later.row_ids(3 * k + j) for j in range(3)]
+        epochs, rows = (np.concatenate(part) for part in zip(*together))
+        assert np.array_equal(whole.row_ids(5 + k), (epochs, rows))
+    assert later.update(0).epoch == pytest.approx((5 * 96 + 32) / 700)
 
 
 def rows_of(micro: MicroBatch) -> list[tuple]:

@@ -144,6 +144,13 @@ def test_b51_a_signal_saves_at_the_next_update_and_a_second_one_is_ignored(whole
     assert losses(run, "lr") == losses(whole, "lr")
 
 
+def test_a_phase_reads_on_where_an_earlier_one_left_its_set(whole, tmp_path):
+    run = fresh(whole, tmp_path / "run")
+    assert train(run, "phases.1.shards=len32", "train.stop_at=26") == [0], output(run)
+    rows = {1: 24, 24: 24 * 24, 25: 24 * 24 + 16, 26: 24 * 24 + 32}
+    assert {k: losses(run, "epoch")[k] for k in rows} == {k: n / 150 for k, n in rows.items()}
+
+
 def test_ctrl_c_saves_first(whole, tmp_path):
     run = fresh(whole, tmp_path / "run")
     processes = start(run, "checkpoint.every=0")
