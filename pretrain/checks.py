@@ -33,7 +33,7 @@ from pretrain.guard import StopSignals
 from pretrain.objectives.masking import check_masking
 from pretrain.optim.choice import check_implementation
 from pretrain.optim.schedule import check_schedule
-from pretrain.same_tokenizer import check_run_tokenizer
+from pretrain.same_tokenizer import check_origin_tokenizer, check_run_tokenizer
 
 CPU_MICRO_BATCH = 8192
 
@@ -223,9 +223,12 @@ def _check_checkpoint(recipe: Recipe, plan: Plan) -> None:
     found = checkpoints(plan.train_dir) if recipe.checkpoint.resume else []
     if not found:
         if recipe.checkpoint.init_from:
-            _check_meta(
-                read_meta(resolve(recipe.checkpoint.init_from)), plan, "checkpoint.init_from"
-            )
+            folder = resolve(recipe.checkpoint.init_from)
+            _check_meta(read_meta(folder), plan, "checkpoint.init_from")
+            # An imported model knows no fingerprint, but its tokenizer lies beside it.
+            vocab = folder.resolve().parents[2] / "vocab" / "tokenizer.json"
+            for shards in plan.shards.values() if vocab.is_file() else ():
+                check_origin_tokenizer(vocab, shards.folder)
         return
     for step, folder in reversed(found):
         try:

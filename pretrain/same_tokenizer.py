@@ -17,6 +17,11 @@ def vocabulary(file: Path) -> Any:
         raise UserError(f"{file}: no readable tokenizer ({error!r})", "restore it") from None
 
 
+def is_another(file: Path, kept: Path) -> bool:
+    """Whether two tokenizer.json have other entries or ids, however they are written."""
+    return file.read_bytes() != kept.read_bytes() and vocabulary(file) != vocabulary(kept)
+
+
 def check_run_tokenizer(file: Path, shards: Path) -> None:
     """The run's tokenizer.json goes into the exported model: it must be that of the shards, or the
     mistake would come out after the training.
@@ -25,12 +30,27 @@ def check_run_tokenizer(file: Path, shards: Path) -> None:
         UserError: it cannot be read, or has other entries than the one kept with the shards.
     """
     kept = shards / file.name
-    if not kept.is_file() or file.read_bytes() == kept.read_bytes():
+    if not kept.is_file():
         return
     remedy = f"put the right one back: cp {kept} {file}"
     try:
-        ours = vocabulary(file)
+        another = is_another(file, kept)
     except UserError as error:
         raise UserError(error.what, remedy) from None
-    if ours != vocabulary(kept):
+    if another:
         raise UserError(f"{file} is not the tokenizer that {shards} was built with", remedy)
+
+
+def check_origin_tokenizer(file: Path, shards: Path) -> None:
+    """Weights to start from belong to the tokenizer.json beside them: with another one of the same
+    size every embedding would be of another word.
+
+    Raises:
+        UserError: the shards were built with other entries; either cannot be read.
+    """
+    kept = shards / file.name
+    if kept.is_file() and is_another(file, kept):
+        raise UserError(
+            f"checkpoint.init_from: {file} is not the tokenizer that {shards} was built with",
+            f"build the shards with the model's own: vocab.file={file}",
+        )

@@ -196,7 +196,10 @@ class Watchdog:
             return ""
         fewest = min(sign["beats"] for sign in signs.values())
         named = dead or [r for r, sign in signs.items() if sign["beats"] == fewest]
-        return "\n".join(_charge(signs[r], silent.get(r, 0.0), 10 * self.poll_s) for r in named)
+        usual = 10 * self.poll_s
+        return "\n".join(
+            _charge(signs[r], silent.get(r, 0.0), min(usual, signs[r]["dead"])) for r in named
+        )
 
     def _end(self, code: int, verdict: str) -> None:
         faulthandler.cancel_dump_traceback_later()

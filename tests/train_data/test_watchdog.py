@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+import torch
 
 from configs.errors import DIVERGED_EXIT, LOST_RANK_EXIT
 from pretrain.watchdog import Watchdog
@@ -88,6 +89,19 @@ def wait_for(condition, seconds=10.0) -> bool:
     while not condition() and time.monotonic() < end:
         time.sleep(0.02)
     return bool(condition())
+
+
+def test_a_silent_rank_is_called_dead_also_where_the_patience_is_short(
+    tmp_path, left, capfd
+) -> None:
+    """With 8 s of it a killed rank was said to hang "since 0 s"."""
+    store = torch.distributed.HashStore()
+    dog = Watchdog(tmp_path, 3.0, rank=0, world=2, store=store, poll_s=0.5, leave=left.append)
+    sign = dog._sign() | {"name": "rank 1 (there)", "what": "forward", "dead": 1.2}
+    store.set("rank/1", json.dumps(sign))
+    dog.running()
+    assert wait_for(lambda: left)
+    assert "rank 1 (there) gave no sign of life for" in capfd.readouterr().err
 
 
 def test_one_process_watches_itself(tmp_path, left, capfd) -> None:

@@ -232,6 +232,36 @@ def test_another_tokenizer_than_the_shards_is_refused(run, base, tmp_path):
         assert caught.value.remedy.startswith("put the right one back: cp ")
 
 
+def test_weights_of_another_tokenizer_of_the_same_size_are_refused(run, base, tmp_path):
+    """An imported model has no fingerprint; its tokenizer lies beside it."""
+    (run / "shards").unlink()
+    shutil.copytree(base / "shards", run / "shards")
+    words = '{"model": {"vocab": {"[PAD]": 0, "%s": 1}}}'
+    for name in ("len32", "len48"):
+        (run / "shards" / name / "tokenizer.json").write_text(words % "word")
+    (run / "vocab").unlink()
+    (run / "vocab").mkdir()
+    (run / "vocab" / "tokenizer.json").write_text(words % "word")
+    origin = tmp_path / "origin"
+    (origin / "vocab").mkdir(parents=True)
+    import torch
+
+    save_logical(
+        origin / "train", {"x": torch.zeros(2)}, {"model": checks.to_dict(plan(run).model)}
+    )
+    start = f"checkpoint.init_from={origin}"
+    plan(run, start)
+    ours = origin / "vocab" / "tokenizer.json"
+    ours.write_text(words % "word")
+    plan(run, start)
+    ours.write_text(words % "other")
+    with pytest.raises(
+        UserError, match="origin/vocab/tokenizer.json is not the tokenizer that"
+    ) as e:
+        plan(run, start)
+    assert f"vocab.file={ours}" in e.value.remedy
+
+
 def test_a_damaged_index_is_left_to_the_trainer(run):
     folder = checkpoint(run)
     (folder / INDEX).write_text("{")
