@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,7 @@ from tokenizers import Tokenizer as Backend
 
 from configs.errors import UserError
 from configs.schema import VocabConfig
+from data_prep.training_text import spooled, without_long_words
 
 ROLES = ("pad", "unk", "cls", "sep", "mask")
 # What each role is called, most usual first, in the vocabularies people have.
@@ -38,6 +37,8 @@ BERT_SPECIALS = {role: names[0] for role, names in NAMES.items()}
 BYTE_SPECIALS = {role: names[1] for role, names in NAMES.items()}
 # ALBERT's names for SentencePiece vocabularies.
 PIECE_SPECIALS = {"pad": "<pad>", "unk": "<unk>", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
+LONGEST_WORD = 100  # characters; a longer one is [UNK] to WordPiece, as to BERT's own
+LONGEST_RUN = 1000  # characters byte-level BPE learns from as one word; Thai has sentences of one
 
 Built = tuple[Backend, str, dict[str, str], dict[str, object]]
 
@@ -154,7 +155,7 @@ def _finish(backend: Backend, specials: dict[str, str]) -> None:
 def _wordpiece(vocab: dict[str, int], origin: str, config: VocabConfig) -> Built:
     specials = find_specials(vocab.__contains__, origin)
     backend = Backend(
-        models.WordPiece(vocab, unk_token=specials["unk"], max_input_chars_per_word=100)
+        models.WordPiece(vocab, unk_token=specials["unk"], max_input_chars_per_word=LONGEST_WORD)
     )
     _bert_steps(backend, config)
     _finish(backend, specials)
@@ -177,7 +178,7 @@ def _train_wordpiece(config: VocabConfig, texts: Iterator[str]) -> Built:
     _bert_steps(backend, config)
     normalizer, pre_tokenizer = backend.normalizer, backend.pre_tokenizer
     assert normalizer is not None and pre_tokenizer is not None
-    with spooled(texts) as (counts, again):
+    with spooled(without_long_words(texts, backend, LONGEST_WORD)) as (counts, again):
         characters: Counter[str] = Counter()
         for raw, count in counts.items():
             for character in normalizer.normalize_str(raw).strip():
@@ -204,20 +205,6 @@ def _train_wordpiece(config: VocabConfig, texts: Iterator[str]) -> Built:
     return _wordpiece({t: i for i, t in enumerate(tokens)}, "the trained vocabulary", config)
 
 
-@contextmanager
-def spooled(texts: Iterable[str]) -> Iterator[tuple[Counter[str], Iterator[str]]]:
-    """How often each character is in texts, and the texts once more (from a temporary file)."""
-    counts: Counter[str] = Counter()
-    with tempfile.TemporaryFile(
-        "w+", encoding="utf-8", errors="surrogatepass", newline="\n"
-    ) as file:
-        for text in texts:
-            counts.update(text)
-            file.write(text.replace("\n", " ") + "\n")
-        file.seek(0)
-        yield counts, (line.removesuffix("\n") for line in file)
-
-
 def _byte_steps(backend: Backend) -> None:
     # A sentence starts with a space, so that its first word is the same token as elsewhere.
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
@@ -242,7 +229,9 @@ def _train_byte_bpe(config: VocabConfig, texts: Iterator[str]) -> Built:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    backend.train_from_iterator(texts, trainer)
+    steps = Backend(models.BPE())
+    _byte_steps(steps)
+    backend.train_from_iterator(without_long_words(texts, steps, LONGEST_RUN), trainer)
     model = json.loads(backend.to_str())["model"]
     return _byte_bpe(model["vocab"], [(a, b) for a, b in model["merges"]], "the trained vocabulary")
 

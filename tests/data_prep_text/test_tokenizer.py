@@ -5,19 +5,26 @@ from __future__ import annotations
 import gzip
 import io
 import os
+import random
+import string
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import models
 from transformers import AutoTokenizer
 
 from configs import UserError
 from configs.schema import VocabConfig
 from data_prep.tokenizer import Tokenizer, load, train
+from data_prep.tokenizer_models import _bert_steps, _byte_steps
+from data_prep.training_text import without_long_words
 from tests.data_prep_text.test_tokenizer_words import SETTINGS, TEXTS
 
 SENTENCE = "Zoë's naïve café in Łódź"
@@ -175,6 +182,58 @@ def test_training_twice_gives_the_same_bytes(trained) -> None:
         env={**os.environ, "PYTHONHASHSEED": "77"},
     )  # fmt: skip
     assert run.stdout.split() == [trained[kind][0].fingerprint for kind in KINDS], run.stderr
+
+
+def backend_of(kind: str) -> Backend:
+    backend = Backend(models.BPE())
+    if kind == "wordpiece":
+        _bert_steps(backend, VocabConfig())
+    else:
+        _byte_steps(backend)
+    return backend
+
+
+LONG_PARTS = st.lists(
+    st.one_of(
+        st.text(st.sampled_from("abÉ漢.,-+/= \t\n"), max_size=8),
+        st.tuples(st.sampled_from("xé漢.ก"), st.integers(1, 30)).map(lambda p: p[0] * p[1]),
+    ),
+    max_size=8,
+).map("".join)
+
+
+@settings(max_examples=300, deadline=None)
+@given(texts=st.lists(LONG_PARTS, max_size=4), kind=st.sampled_from(["wordpiece", "byte-bpe"]))
+def test_long_words_and_nothing_else_are_left_out(texts, kind) -> None:
+    backend = backend_of(kind)
+
+    def words(text: str) -> list[str]:
+        if backend.normalizer is not None:
+            text = backend.normalizer.normalize_str(text)
+        return [text[a:b].strip() for _, (a, b) in backend.pre_tokenizer.pre_tokenize_str(text)]
+
+    with redirect_stdout(io.StringIO()) as said:
+        kept = list(without_long_words(texts, backend, 12))
+    long = [word for text in texts for word in words(text) if len(word) > 12]
+    for before, after in zip(texts, kept, strict=True):
+        wanted = [word for word in words(before) if 0 < len(word) <= 12]
+        if wanted == words(before):
+            assert after == before
+        assert [word for word in words(after) if word] == wanted
+    assert (
+        f"words of more than 12 characters left out: {len(long):,}," in said.getvalue()
+    ) == bool(long)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_word_of_megabytes_hangs_no_training_and_leaves_no_trace(trained, kind) -> None:
+    """Its merges would take days: their time goes with the square of a word's length."""
+    blob = "".join(random.Random(1).choices(string.ascii_lowercase, k=2_000_000))
+    with redirect_stdout(io.StringIO()) as said:
+        tokenizer = train(VocabConfig(kind=kind, size=KINDS[kind]), iter([*CORPUS, blob]))
+    if kind in ("wordpiece", "byte-bpe"):
+        assert "left out: 1, the first one of 2,000,000: " in said.getvalue()
+        assert tokenizer.fingerprint == trained[kind][0].fingerprint
 
 
 def test_a_size_that_cannot_be_is_refused() -> None:
