@@ -24,7 +24,7 @@ def main(argv: list[str]) -> int | None:
     )
     parser.add_argument("--nodes", default="", help="a node list; default: this SLURM allocation")
     parser.add_argument(
-        "--slots", type=int, default=0, help="processes a node; default: as SLURM allotted"
+        "--slots", type=int, help="processes a node; default: as SLURM allotted, 1 without it"
     )
     parser.add_argument(
         "-o", "--output", default="", help="file to write; default: standard output"
@@ -55,13 +55,13 @@ def main(argv: list[str]) -> int | None:
     return None
 
 
-def slots_of(nodes: str, slots: int, environ: dict[str, str]) -> dict[str, int]:
+def slots_of(nodes: str, slots: int | None, environ: dict[str, str]) -> dict[str, int]:
     """Node -> processes, in the order of the list.
 
     Raises:
-        UserError: no list and no allocation, a broken list, no count anywhere, one below 0.
+        UserError: no list and no allocation, a broken list, no count anywhere, one below 1.
     """
-    if slots < 0:
+    if slots is not None and slots < 1:
         raise UserError(f"--slots {slots}", "give the number of processes on a node")
     if nodes:
         return dict.fromkeys(expand(nodes), slots or 1)

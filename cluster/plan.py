@@ -40,8 +40,16 @@ def main(argv: list[str]) -> int | None:
         "--minutes", type=float, default=53, help="how many cards finish in this time?"
     )
     arguments = parser.parse_intermixed_args(argv)
-    if arguments.gpus < 1 or arguments.gpus_per_node < 1 or not 0 <= arguments.fill <= 1:
-        raise UserError("--gpus, --gpus-per-node and --fill", "at least 1, at least 1, from 0 to 1")
+    for option, good, bounds in (
+        ("--gpus", arguments.gpus >= 1, "at least 1"),
+        ("--gpus-per-node", arguments.gpus_per_node >= 1, "at least 1"),
+        ("--network-gbit", arguments.network_gbit > 0, "above 0"),
+        ("--fill", 0 <= arguments.fill <= 1, "from 0 to 1; 0 = as the shards are, or usually"),
+        ("--minutes", arguments.minutes > 0, "above 0"),
+    ):
+        if not good:
+            value = getattr(arguments, option[2:].replace("-", "_"))
+            raise UserError(f"{option} {value} is out of range", f"give a number {bounds}")
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     card = find_card(arguments.card)
     network = replace(NETWORK, bandwidth=arguments.network_gbit / 8 * 1e9)

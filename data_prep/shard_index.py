@@ -113,19 +113,12 @@ def is_set(folder: Path) -> bool:
     return index.is_file() and FORMAT.encode() in index.read_bytes()
 
 
-def sets_below(folder: Path, depth: int = 3) -> list[Path]:
-    """Shard folders in a folder that is none: runs, a run, its shards. Not their held-out/."""
+def sets_below(folder: Path) -> list[Path]:
+    """Shard folders in a run or in its shards/; [] where there are none. Not their held-out/."""
     try:
-        inside = sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
+        return [one for one in sorted([*folder.glob("*"), *folder.glob("shards/*")]) if is_set(one)]
     except OSError:  # somebody else's
         return []
-    found = []
-    for one in inside:
-        if is_set(one):
-            found.append(one)
-        elif depth > 1:
-            found += sets_below(one, depth - 1)
-    return found
 
 
 def _check_keys(path: Path, values: Any, keys: dict[str, type], prefix: str) -> None:

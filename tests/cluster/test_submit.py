@@ -7,7 +7,8 @@ import pytest
 
 from cluster import hostfile, submit
 from cluster.launch import training_processes
-from cluster.slurm.chain import build_chain, seconds_of
+from cluster.slurm.chain import build_chain
+from cluster.slurm.check_chain import seconds_of
 from cluster.slurm.client import count_gpus
 from cluster.slurm.render import work_key
 from configs import UserError, load_profile, load_recipe
@@ -181,6 +182,13 @@ def test_starters_run_once_a_node(capsys, recipe, profile, starter):
         ("nodes: 1", ["parallel.tq=2"], "known here: tp"),
         ("nodes: 1", ["phases.1.name=one"], "one, one"),
         ("{nodes: 1, time_limit: '2', signal_lead_s: 180}", [], "signal_lead_s=180"),
+        ("time_limit: soon", [], "time_limit=soon is no time"),
+        ("prep_time_limit: 1-2-3", [], "prep_time_limit=1-2-3 is no time"),
+        ("signal: FOO", [], "signal=FOO is not known"),
+        ("max_restarts: -1", [], "max_restarts=-1"),
+        ("environment: {A B: x}", [], "environment.'A B' is not a name"),
+        ("environment: {'A=1;B': x}", [], "environment.'A=1;B' is not a name"),
+        ("sbatch_options: {foo bar: '1'}", [], "sbatch_options.'foo bar' is not a name"),
         ("nodes: 1", ["checkpoint.resume=false"], "the next phase's would start anew"),
         ("nodes: 1", ["parallel.zero_stage=3"], "zero_stage=3"),
         ("tasks_per_node: 4", ["parallel.tp=4"], "num_heads=2 is not divisible by parallel.tp=4"),

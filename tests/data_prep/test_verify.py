@@ -286,7 +286,7 @@ def test_an_intact_folder_has_no_problem(good: Path, capsys: pytest.CaptureFixtu
     assert "all right" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("up", ["run/shards", "run", "."])
+@pytest.mark.parametrize("up", ["run/shards", "run"])
 def test_a_folder_above_the_sets_stands_for_all_of_them(
     good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], up: str
 ) -> None:

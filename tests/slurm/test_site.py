@@ -22,7 +22,7 @@ from .mini import PATIENCE
         ({"tasks_per_node": 2, "cpus_per_task": 3}, "asks for 6 CPUs, partition main has 4"),
         ({"sbatch_options": {"nodelist": "gpu99"}}, "sbatch --test-only"),
         ({"sbatch_options": {"gpus": "none"}}, "sbatch --test-only"),
-        ({"time_limit": "soon"}, "sbatch --test-only"),
+        ({"time_limit": "soon"}, "time_limit=soon is no time"),
         ({"partion": "main"}, "unknown key partion\n  -> did you mean partition"),
     ],
 )
