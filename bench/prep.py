@@ -18,7 +18,6 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -31,7 +30,7 @@ from configs.schema import PrepConfig, ShardsConfig, SourceConfig, VocabConfig
 from data_prep.executor import make_executor
 from data_prep.pipeline import build_recipe
 from data_prep.sentences import Splitter
-from data_prep.sources import open_source
+from data_prep.sources import Tally, open_source
 from data_prep.sources.streams import read_all
 from data_prep.tokenizer import Tokenizer, load
 from data_prep.vocab import make_vocab
@@ -122,7 +121,7 @@ def steps(tokenizer: Tokenizer, folder: Path, mb: float) -> dict[str, float]:
 
     def read() -> None:
         for unit in units:
-            for document in source.documents(unit, Counter()):
+            for document in source.documents(unit, Tally()):
                 paragraphs.extend(document.paragraphs)
 
     rates = {"read books": mb / timed(read)}

@@ -11,7 +11,6 @@ import os
 import random
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -20,7 +19,7 @@ from unittest.mock import MagicMock
 
 from configs.schema import SourceConfig
 from data_prep.sentences import Splitter
-from data_prep.sources import Document, open_source
+from data_prep.sources import Document, Tally, open_source
 
 SOURCES = Path(os.environ.get("LAMBERT_PEERS", "peers"))
 SAMPLE = 1_000_000  # characters each peer gets: they are slow
@@ -32,7 +31,7 @@ def peers(books: Path, vocab: Path) -> dict[str, float]:
     documents: list[Document] = []
     size = 0
     for unit in source.ranges():
-        for document in source.documents(unit, Counter()):
+        for document in source.documents(unit, Tally()):
             if size < SAMPLE:
                 documents.append(document)
                 size += sum(len(p.encode()) for p in document.paragraphs)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from configs.schema import SourceConfig
 from data_prep.sentences import Splitter
-from data_prep.sources import open_source
+from data_prep.sources import Tally, open_source
 
 DATA = Path(os.environ.get("LAMBERT_DATA", "../shared/data"))
 Split = Callable[[str], list[str]]
@@ -164,7 +164,7 @@ def paragraphs(characters: int) -> list[str]:
     found: list[str] = []
     size = 0
     for unit in source.ranges():
-        for document in source.documents(unit, Counter()):
+        for document in source.documents(unit, Tally()):
             found += document.paragraphs
             size += sum(map(len, document.paragraphs))
             if size >= characters:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from configs.schema import SourceConfig
-from data_prep.sources import open_source
+from data_prep.sources import Tally, open_source
 from data_prep.sources.wikipedia import _NS, _TEXT, _TITLE
 from data_prep.wikitext import unescape_xml
 
@@ -50,7 +50,7 @@ def ours() -> tuple[dict[str, str], float]:
     start = time.process_time()
     found = {}
     for unit in units:
-        for document in source.documents(unit, Counter()):
+        for document in source.documents(unit, Tally()):
             found[document.id.split("/", 2)[2]] = "\n".join(document.paragraphs)
     used = time.process_time() - start
     return found, len(bz2.decompress((DATA / DUMP).read_bytes())) / 1e6 / used
@@ -82,7 +82,7 @@ def extracted() -> dict[str, str]:
         SourceConfig(kind="extracted", path=str(DATA / "wiki/extracted/doc-format"))
     )
     for unit in source.ranges():
-        for document in source.documents(unit, Counter()):
+        for document in source.documents(unit, Tally()):
             found[document.id.split("/", 2)[2]] = "\n".join(document.paragraphs)
     return found
 

@@ -174,7 +174,11 @@ def _sources(shards: Shards) -> str:
          s["documents_held_out"], s["sentences"], s["tokens"]]
         for s in sources
     ]  # fmt: skip
-    dropped = [[s["name"], why, n] for s in sources for why, n in s["dropped"].items()]
+    dropped = [
+        [s["name"], why, n]
+        for s in sources
+        for why, n in (s["dropped"] | s.get("replaced", {})).items()
+    ]
     text = picture(draw, "tokens by source", 1.2 + 0.4 * len(sources)) + table(head, rows)
     text += "<h2>Left out, and why</h2>"
     if not dropped:

@@ -21,7 +21,7 @@ from configs.schema import PrepConfig, SourceConfig
 from data_prep.arrays import is_whole, load_arrays, load_meta, save_arrays
 from data_prep.sentences import Splitter, read_abbreviations
 from data_prep.shards import offsets_of
-from data_prep.sources import Document, Range, open_source
+from data_prep.sources import Document, Range, Tally, open_source
 from data_prep.tokenizer import Tokenizer, load
 
 BATCH_CHARACTERS = 2 << 20  # text tokenised at once
@@ -178,8 +178,8 @@ def tokenise_unit(context: Context, unit: Unit) -> dict[str, Any]:
     batch = _Batch(
         _tokenizer(context.vocab), _splitter(config.language, context.prep.abbreviations)
     )
-    dropped: Counter[str] = Counter()
-    for document in open_source(config).documents(unit.range, dropped):
+    tally = Tally()
+    for document in open_source(config).documents(unit.range, tally):
         batch.add(document)
     batch.flush()
     sentences = _joined(batch.sentence_tokens, np.int32)
@@ -195,7 +195,9 @@ def tokenise_unit(context: Context, unit: Unit) -> dict[str, Any]:
         "bytes": batch.bytes,
         "unknown_tokens": batch.unknown_tokens,
         "unknowns": _most_common(batch.unknowns, UNKNOWN_WORDS),
-        "dropped": {k: v for k, v in sorted((dropped + batch.dropped).items()) if v},
+        "dropped": {k: v for k, v in sorted((tally.dropped + batch.dropped).items()) if v},
+        "replaced": tally.replaced,
+        "first": tally.first,
     }
     arrays = {
         "tokens": tokens,

@@ -43,7 +43,7 @@ def make_groups(
             "name": name, "kind": source.kind, "weight": source.weight, "units": 0, "documents": 0,
             "sentences": 0, "tokens": 0, "bytes": 0, "unknown_tokens": 0, "documents_trained_on": 0,
             "documents_held_out": 0, "tokens_trained_on": 0, "tokens_held_out": 0,
-            "dropped": Counter(), "unknowns": Counter(),
+            "dropped": Counter(), "unknowns": Counter(), "replaced": Counter(), "first": {},
         }
         for name, source in zip(names, context.documents.sources)
     ]  # fmt: skip
@@ -54,6 +54,8 @@ def make_groups(
         for key in ("documents", "sentences", "tokens", "bytes", "unknown_tokens"):
             entry[key] += count[key]
         entry["dropped"].update(count["dropped"])
+        entry["replaced"].update(count["replaced"])
+        entry["first"] = count["first"] | entry["first"]
         entry["unknowns"].update(count["unknowns"])
         selection = select(context.documents, unit.number, context.shards.dupe_factor)
         unused = int((selection.copies == 0).sum())
@@ -70,6 +72,10 @@ def make_groups(
                 shares[kind].append(Share(unit.number, unit.source, len(chosen), tokens, copies))
     for entry in used:
         entry["dropped"] = {k: v for k, v in sorted(entry["dropped"].items()) if v}
+        entry["replaced"] = dict(sorted(entry["replaced"].items()))
+        for key in ("replaced", "first"):
+            if not entry[key]:  # as nearly always
+                del entry[key]
         words = sorted(entry["unknowns"].items(), key=lambda item: (-item[1], item[0]))
         entry["unknowns"] = dict(words[:UNKNOWN_WORDS])
     groups: list[Group] = []

@@ -44,7 +44,7 @@ from data_prep.shard_index import INDEX, digest, pack_bools, read_index
 from data_prep.shard_writer import finish_folder, publish_json, remove
 from data_prep.shards import Layout, open_shards
 from data_prep.sources import open_source
-from data_prep.summary import report
+from data_prep.summary import counted, report
 from data_prep.tokenizer import load
 
 BYTES_PER_TOKEN = 4.0  # of English text; below the usual 4.4, so that the estimate is safe
@@ -175,7 +175,13 @@ def _documents(plan: Plan, todo: list[str], executor: Executor) -> list[dict[str
     sizes = [unit.range.size for unit in plan.units]
     counts = executor.map(tokenise_unit, context, plan.units, sizes, "read and tokenise")
     if not sum(c["documents"] for c in counts):
-        raise UserError("the sources hold no document with text", "check sources[].kind and path")
+        dropped: Counter[str] = sum((Counter(c["dropped"]) for c in counts), Counter())
+        first = {reason: name for c in reversed(counts) for reason, name in c["first"].items()}
+        why = f" (dropped: {counted(dropped, first)})" if dropped else ""
+        raise UserError(
+            f"the sources hold no document with text{why}",
+            "check sources[].kind and path; text is read as UTF-8: iconv -f ENCODING -t UTF-8",
+        )
     if context.prep.drop_duplicates:
         context.buckets = 1 + sum(c["documents"] for c in counts) // DOCUMENTS_PER_BUCKET
         buckets = range(context.buckets)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +51,20 @@ def _source(source: dict[str, Any]) -> str:
         f"  {source['name']}: {source['documents_trained_on']:,} documents,"
         f" {source['documents_held_out']:,} held out"
     ]
-    if source["dropped"]:
-        parts.append("dropped: " + ", ".join(f"{k} {v:,}" for k, v in source["dropped"].items()))
+    for key, what in (("dropped", "dropped"), ("replaced", "not UTF-8")):
+        if counts := counted(source.get(key, {}), source.get("first", {})):
+            parts.append(f"{what}: {counts}")
     if _unknown(source) > SAID_UNKNOWN:
         parts.append(f"unknown tokens {100 * _unknown(source):.1f}%")
     return "; ".join(parts)
+
+
+def counted(counts: Mapping[str, int], first: Mapping[str, str]) -> str:
+    """`redirect 3, files that are no text 2 (first news/a.bin)`."""
+    return ", ".join(
+        f"{reason} {count:,}" + (f" (first {first[reason]})" if reason in first else "")
+        for reason, count in counts.items()
+    )
 
 
 def _unknown(source: dict[str, Any]) -> float:

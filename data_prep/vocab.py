@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -88,6 +87,8 @@ def make_vocab(recipe: Recipe) -> Path:
 
 def sample_text(recipe: Recipe, sources: list[Any], ranges: list[list[Any]]) -> Iterator[str]:
     """Paragraphs of about vocab.sample_mb of text: the first part of every unit of every source."""
+    from data_prep.sources import Tally
+
     total = sum(unit.size for units in ranges for unit in units)
     wanted = recipe.vocab.sample_mb * 1e6
     share = min(1.0, wanted / max(total, 1)) if wanted else 1.0
@@ -95,7 +96,7 @@ def sample_text(recipe: Recipe, sources: list[Any], ranges: list[list[Any]]) -> 
         for source, units in zip(sources, ranges):
             for unit in units:
                 left = share * unit.size
-                for document in source.documents(unit, Counter()):
+                for document in source.documents(unit, Tally()):
                     for paragraph in document.paragraphs:
                         yield paragraph
                         left -= len(paragraph.encode("utf-8", "surrogatepass"))

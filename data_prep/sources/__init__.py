@@ -7,8 +7,9 @@ from importlib import import_module
 from configs.errors import UserError
 from configs.schema import SourceConfig
 from data_prep.sources.base import Document, Piece, Range, Source
+from data_prep.sources.encoding import Tally
 
-__all__ = ["KINDS", "Document", "Piece", "Range", "Source", "open_source"]
+__all__ = ["KINDS", "Document", "Piece", "Range", "Source", "Tally", "open_source"]
 
 KINDS = {
     "wikipedia": ("data_prep.sources.wikipedia", "WikipediaSource"),

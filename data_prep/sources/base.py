@@ -6,7 +6,6 @@ import hashlib
 import os
 import re
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -17,6 +16,7 @@ from typing import Any
 
 from configs.errors import UserError
 from configs.schema import SourceConfig
+from data_prep.sources.encoding import Tally
 
 RANGE_BYTES = 32 << 20  # raw text of one unit of work, about
 SMALL_UNIT = 6 << 20  # of a unit put together from small files, so that a few MB use all cores
@@ -79,8 +79,8 @@ class Source(ABC):
         """Pieces and approximate raw size of each unit of work, in the order of the corpus."""
 
     @abstractmethod
-    def documents(self, unit: Range, dropped: Counter[str]) -> Iterator[Document]:
-        """Documents of one unit, streaming; what is left out is counted in `dropped` by reason.
+    def documents(self, unit: Range, tally: Tally) -> Iterator[Document]:
+        """Documents of one unit, streaming; what is left out or read otherwise is counted in `tally`.
 
         Raises:
             UserError: a file is damaged, or is not of this source's kind.

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterator
 
 from data_prep.sources.base import Document, Piece, Range, Source, group_files
-from data_prep.sources.streams import decode, read_all
+from data_prep.sources.encoding import Tally, decode, is_no_text
+from data_prep.sources.streams import CHUNK, read_all
 from data_prep.sources.text import TEXT_SUFFIXES, windows
 
 # The title may run over two lines before the closing stars.
@@ -161,12 +161,16 @@ class BooksSource(Source):
     def plan(self) -> list[tuple[list[Piece], int]]:
         return group_files(self.files())
 
-    def documents(self, unit: Range, dropped: Counter[str]) -> Iterator[Document]:
+    def documents(self, unit: Range, tally: Tally) -> Iterator[Document]:
         for piece in unit.pieces:
             name = self.id_of(piece)
+            data = read_all(piece.path)
+            if is_no_text(data[:CHUNK]):
+                tally.drop_file(name)
+                continue
             found = False
             for document in book_documents(
-                decode(read_all(piece.path)),
+                decode(data, tally, name, "books"),
                 name,
                 self.config.document,
                 self.config.window_sentences,
@@ -174,7 +178,7 @@ class BooksSource(Source):
                 found = True
                 yield document
             if not found:
-                dropped["book without prose"] += 1
+                tally.dropped["book without prose"] += 1
 
 
 def book_documents(text: str, name: str, cut: str, sentences: int) -> Iterator[Document]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import html
 import json
 import re
-from collections import Counter
 from collections.abc import Iterator
 
 from configs.errors import UserError
 from data_prep.sources.base import Document, Piece, Range
+from data_prep.sources.encoding import Tally, decode, whole_characters
 from data_prep.sources.prose import without_titles
-from data_prep.sources.streams import blocks_between, chunks_of, decode, lines_of
+from data_prep.sources.streams import blocks_between, lines_of, text_chunks
 from data_prep.sources.text import LineSource, windows
 
 _ATTRIBUTE = re.compile(r'(\w+)="(.*?)"(?=\s+\w+=|\s*$)')
@@ -23,13 +23,19 @@ class ExtractedSource(LineSource):
     suffixes = ("",)
     looks_like = "WikiExtractor output (wiki_00 files with <doc ...> blocks, or its --json lines)"
 
-    def documents(self, unit: Range, dropped: Counter[str]) -> Iterator[Document]:
+    def documents(self, unit: Range, tally: Tally) -> Iterator[Document]:
         for piece in unit.pieces:
-            first = next((chunk for chunk, _ in chunks_of(Piece(piece.path))), b"").lstrip()
+            where, seen = self.id_of(piece), Tally()
+            chunks = text_chunks(Piece(piece.path), seen, where)
+            first = next(chunks, (b"", True))[0].removeprefix(b"\xef\xbb\xbf").lstrip()
+            if seen.dropped:
+                if not piece.start:
+                    tally.drop_file(where)
+                continue
             if first.startswith(b"<doc "):
-                found = self._blocks(piece)
+                found = self._blocks(piece, tally, where)
             elif first.startswith(b"{"):
-                found = self._json_lines(piece)
+                found = self._json_lines(piece, tally, where)
             else:
                 raise UserError(
                     f"{piece.path}: neither <doc ...> blocks nor JSON lines",
@@ -48,12 +54,12 @@ class ExtractedSource(LineSource):
                 elif paragraphs:
                     yield Document(name, paragraphs)
                 else:
-                    dropped["empty page"] += 1
+                    tally.dropped["empty page"] += 1
 
-    def _blocks(self, piece: Piece) -> Iterator[tuple[str, str, str]]:
+    def _blocks(self, piece: Piece, tally: Tally, where: str) -> Iterator[tuple[str, str, str]]:
         try:
-            for block in blocks_between(chunks_of(piece), b"<doc ", b"</doc>"):
-                head, _, text = decode(block).partition("\n")
+            for block in blocks_between(text_chunks(piece, tally, where), b"<doc ", b"</doc>"):
+                head, _, text = decode(block, tally, where, "articles").partition("\n")
                 head = head.strip().removesuffix(">")
                 values = dict(_ATTRIBUTE.findall(head))
                 title = html.unescape(values.get("title", ""))
@@ -61,14 +67,15 @@ class ExtractedSource(LineSource):
         except EOFError as error:
             raise UserError(f"{piece.path}: {error}", "it is cut off: get it again") from None
 
-    def _json_lines(self, piece: Piece) -> Iterator[tuple[str, str, str]]:
-        for line, own in lines_of(chunks_of(piece), piece.start == 0):
+    def _json_lines(self, piece: Piece, tally: Tally, where: str) -> Iterator[tuple[str, str, str]]:
+        for line, own in lines_of(text_chunks(piece, tally, where), piece.start == 0):
             if not own:
                 return
             if line.strip():
                 try:
-                    row = json.loads(line)
-                    yield str(row.get("id", "")), str(row.get("title", "")), str(row["text"])
+                    row = json.loads(decode(line, tally, where))
+                    text = whole_characters(str(row["text"]), tally, where)
+                    yield str(row.get("id", "")), str(row.get("title", "")), text
                 except (ValueError, KeyError, AttributeError) as error:
                     raise UserError(
                         f"{piece.path}: a line is not JSON with a `text`: {line[:60]!r}",

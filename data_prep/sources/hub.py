@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,9 +24,10 @@ from data_prep.sources.base import (
     hash_files,
 )
 from data_prep.sources.books import book_documents
+from data_prep.sources.encoding import Tally, decode, utf8, whole_characters
 from data_prep.sources.hub_files import SUFFIXES, resolve
 from data_prep.sources.prose import paragraphs_of
-from data_prep.sources.streams import can_cut, decode, lines_of, open_raw, reading, text_chunks
+from data_prep.sources.streams import can_cut, lines_of, open_raw, reading, text_chunks
 from data_prep.sources.text import windows
 
 ROWS = 8192  # read at a time
@@ -77,11 +77,11 @@ class HubSource(Source):
                 known[path] = str((info.get("lfs") or {}).get("sha256") or info["blob_id"])
         return known
 
-    def documents(self, unit: Range, dropped: Counter[str]) -> Iterator[Document]:
+    def documents(self, unit: Range, tally: Tally) -> Iterator[Document]:
         cut, sentences = self.config.document, self.config.window_sentences
         for piece in unit.pieces:
             name = self.id_of(piece)
-            texts = self._rows(piece)
+            texts = self._rows(piece, tally, name)
             if cut == "rows":
                 yield from _windows_of_rows(texts, sentences, name)
                 continue
@@ -91,31 +91,33 @@ class HubSource(Source):
                     found = True
                     yield document
                 if not found:
-                    dropped["empty row"] += 1
+                    tally.dropped["empty row"] += 1
 
-    def _rows(self, piece: Piece) -> Iterator[str]:
+    def _rows(self, piece: Piece, tally: Tally, name: str) -> Iterator[str]:
         column = self.config.text_column
         if piece.path.endswith(".parquet"):
             with _table(piece.path) as file:
                 table = pq.ParquetFile(file)
                 groups = list(range(piece.start, piece.end))
                 for batch in table.iter_batches(ROWS, groups, [column]):
-                    yield from _strings(batch.column(0))
+                    yield from _strings(batch.column(0), tally, name)
         elif piece.path.endswith(".arrow"):
             with _table(piece.path) as file:
                 for number, batch in enumerate(_arrow_batches(file)):
                     if number >= piece.end:
                         break
                     if number >= piece.start:
-                        yield from _strings(batch.column(batch.schema.get_field_index(column)))
+                        texts = batch.column(batch.schema.get_field_index(column))
+                        yield from _strings(texts, tally, name)
         else:
             as_json = ".json" in Path(piece.path).name
-            for line, own in lines_of(text_chunks(piece), piece.start == 0):
+            for line, own in lines_of(text_chunks(piece, tally, name), piece.start == 0):
                 if not own:
                     return
-                text = decode(line).strip()
+                text = decode(line, tally, name).strip()
                 if as_json and text:
                     text = _json_text(text, column, piece.path)
+                    text = whole_characters(text, tally, name)
                 if text:
                     yield text
 
@@ -159,9 +161,12 @@ def _json_text(line: str, column: str, path: str) -> str:
         ) from error
 
 
-def _strings(column: Any) -> Iterator[str]:
+def _strings(column: Any, tally: Tally, name: str) -> Iterator[str]:
     for value in column:
-        yield value.as_py() or ""
+        try:
+            yield value.as_py() or ""
+        except UnicodeDecodeError:  # writers do not check what they call a string
+            yield utf8(value.as_buffer().to_pybytes(), tally, name)
 
 
 @contextmanager

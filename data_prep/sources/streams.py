@@ -23,6 +23,7 @@ import zstandard
 from configs.errors import UserError
 from data_prep.sources.base import Piece
 from data_prep.sources.bz2_blocks import BlockReader
+from data_prep.sources.encoding import Tally, is_no_text, to_utf8
 
 CHUNK = 1 << 20
 Chunks = Iterator[tuple[bytes, bool]]
@@ -87,33 +88,31 @@ def chunks_of(piece: Piece) -> Chunks:
             yield from _plain(piece)
 
 
-def text_chunks(piece: Piece) -> Chunks:
+def text_chunks(piece: Piece, tally: Tally, name: str) -> Chunks:
     """chunks_of a file of lines, as UTF-8 where a byte order mark says UTF-16: its line ends are
-    two bytes.
+    two bytes. A file that is no text has none, and is counted where it starts.
 
     Raises:
         UserError: such a file is so large that it is read in byte ranges, which UTF-16 has not.
     """
     chunks = chunks_of(piece)
-    first = next(chunks, None) if piece.start == 0 else None
-    if first is not None:
-        chunks = chain([first], chunks)
-        if first[0].startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-            if 0 <= piece.end < Path(piece.path).stat().st_size:
-                raise UserError(
-                    f"{piece.path}: a large text in UTF-16",
-                    "convert it first: iconv -f UTF-16 -t UTF-8 FILE > NEW",
-                )
-            return to_utf8(chunks, "utf-16")
+    if piece.start:  # of a file that can be cut: its start tells what it is
+        head = next(chunks_of(Piece(piece.path)), (b"", True))[0]
+    else:
+        first = next(chunks, (b"", True))
+        head, chunks = first[0], chain([first], chunks)
+    if is_no_text(head):
+        if not piece.start:
+            tally.drop_file(name)
+        return iter(())
+    if not piece.start and head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        if 0 <= piece.end < Path(piece.path).stat().st_size:
+            raise UserError(
+                f"{piece.path}: a large text in UTF-16",
+                "convert it first: iconv -f UTF-16 -t UTF-8 FILE > NEW",
+            )
+        return to_utf8(chunks, "utf-16", tally, name)
     return chunks
-
-
-def to_utf8(chunks: Chunks, encoding: str) -> Chunks:
-    """Chunks of a whole file in another encoding."""
-    decoder = codecs.getincrementaldecoder(encoding)("replace")
-    for chunk, own in chunks:
-        yield decoder.decode(chunk).encode("utf-8"), own
-    yield decoder.decode(b"", True).encode("utf-8"), True
 
 
 def can_cut(path: str | Path) -> bool:
@@ -180,19 +179,3 @@ def lines_of(chunks: Chunks, first: bool) -> Iterator[tuple[bytes, bool]]:
             started, own_line = True, own
     if tail and started:
         yield tail, own_line
-
-
-def decode(data: bytes) -> str:
-    """Text of unknown encoding: a byte order mark decides, then UTF-8, then Windows Latin-1."""
-    if data.startswith(b"\xef\xbb\xbf"):
-        data = data[3:]
-    elif data.startswith((b"\xff\xfe", b"\xfe\xff")):
-        return data.decode("utf-16", "replace")
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError:
-        pass
-    try:
-        return data.decode("cp1252")
-    except UnicodeDecodeError:
-        return data.decode("latin-1")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from configs.errors import UserError
@@ -16,7 +15,8 @@ from data_prep.sources.base import (
     cut_bytes,
     group_files,
 )
-from data_prep.sources.streams import can_cut, decode, lines_of, text_chunks
+from data_prep.sources.encoding import NO_TEXT, Tally, decode
+from data_prep.sources.streams import can_cut, lines_of, text_chunks
 
 TEXT_SUFFIXES = tuple(
     ending + packed for ending in (".txt", ".text") for packed in ("", ".gz", ".zst", ".bz2", ".xz")
@@ -43,12 +43,12 @@ class LineSource(Source):
         return units + group_files(small)
 
 
-def groups_of_lines(piece: Piece) -> Iterator[list[str]]:
+def groups_of_lines(piece: Piece, tally: Tally, name: str) -> Iterator[list[str]]:
     """Lines between blank lines; a group belongs to the piece that owns the blank line before it."""
     lines: list[str] = []
     ours = piece.start == 0
-    for raw, own in lines_of(text_chunks(piece), piece.start == 0):
-        text = _line(raw)
+    for raw, own in lines_of(text_chunks(piece, tally, name), piece.start == 0):
+        text = _line(decode(raw, tally, name))
         if text:
             if ours:
                 lines.append(text)
@@ -63,8 +63,7 @@ def groups_of_lines(piece: Piece) -> Iterator[list[str]]:
         yield lines
 
 
-def _line(raw: bytes) -> str:
-    text = decode(raw)
+def _line(text: str) -> str:
     text = text.removesuffix("\r")
     return " ".join(_NOT_ENDS.sub(" ", text).split())
 
@@ -97,10 +96,10 @@ class SentencesSource(LineSource):
 
     cuts = ("file", "window", "rows")
 
-    def documents(self, unit: Range, dropped: Counter[str]) -> Iterator[Document]:
+    def documents(self, unit: Range, tally: Tally) -> Iterator[Document]:
         for piece in unit.pieces:
             name = self.id_of(piece)
-            groups = groups_of_lines(piece)
+            groups = groups_of_lines(piece, tally, name)
             if self.config.document in ("window", "rows"):
                 yield from windows(groups, self.config.window_sentences, True, name)
                 continue
@@ -122,15 +121,15 @@ class TextSource(LineSource):
                 )
         return group_files(self.files())
 
-    def documents(self, unit: Range, dropped: Counter[str]) -> Iterator[Document]:
+    def documents(self, unit: Range, tally: Tally) -> Iterator[Document]:
         for piece in unit.pieces:
-            name = self.id_of(piece)
-            paragraphs = ([" ".join(lines)] for lines in groups_of_lines(piece))
+            name, binary = self.id_of(piece), tally.dropped[NO_TEXT]
+            paragraphs = ([" ".join(lines)] for lines in groups_of_lines(piece, tally, name))
             if self.config.document == "window":
                 yield from windows(paragraphs, self.config.window_sentences, False, name)
                 continue
             whole = [text for part in paragraphs for text in part]
             if whole:
                 yield Document(name, whole)
-            else:
-                dropped["empty file"] += 1
+            elif tally.dropped[NO_TEXT] == binary:
+                tally.dropped["empty file"] += 1

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections import Counter
 from collections.abc import Iterator
 
 from configs.errors import UserError
 from configs.schema import SourceConfig
 from data_prep.sources.base import Document, Piece, Range, Source, cut_bytes
-from data_prep.sources.streams import CHUNK, blocks_between, can_cut, chunks_of, to_utf8
+from data_prep.sources.encoding import Tally, to_utf8, utf8
+from data_prep.sources.streams import CHUNK, blocks_between, can_cut, chunks_of
 from data_prep.sources.text import windows
 from data_prep.wikitext import Cleaner, unescape_xml
 
@@ -56,15 +56,16 @@ class WikipediaSource(Source):
                 units += cut_bytes(file, PLAIN_STEP)
         return units
 
-    def documents(self, unit: Range, dropped: Counter[str]) -> Iterator[Document]:
+    def documents(self, unit: Range, tally: Tally) -> Iterator[Document]:
         for piece in unit.pieces:
             cleaner, encoding = self._header(piece.path)
+            where = self.id_of(piece)
             chunks = chunks_of(piece)
             if encoding != "utf-8":
-                chunks = to_utf8(chunks, encoding)
+                chunks = to_utf8(chunks, encoding, tally, where)
             try:
                 for page in blocks_between(chunks, b"<page>", b"</page>"):
-                    document = self._article(page, cleaner, dropped)
+                    document = self._article(page, cleaner, tally, where)
                     if document and self.config.document == "window":
                         count = self.config.window_sentences
                         yield from windows([document.paragraphs], count, False, document.id)
@@ -75,7 +76,8 @@ class WikipediaSource(Source):
                     f"{piece.path}: {error}", "the dump is cut off: download it again"
                 ) from error
 
-    def _article(self, page: bytes, cleaner: Cleaner, dropped: Counter[str]) -> Document | None:
+    def _article(self, page: bytes, cleaner: Cleaner, tally: Tally, where: str) -> Document | None:
+        dropped = tally.dropped
         namespace = _NS.search(page)
         title = _TITLE.search(page)
         if title is None:
@@ -93,7 +95,7 @@ class WikipediaSource(Source):
             return None
         match = _TEXT.search(page)
         raw = match[1] if match and match[1] else b""
-        text = unescape_xml(raw.decode("utf-8", "replace"))
+        text = unescape_xml(utf8(raw, tally, where))
         if not text.strip():
             dropped["empty page"] += 1
             return None

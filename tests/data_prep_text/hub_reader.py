@@ -3,18 +3,17 @@ since the hub's address and offline switch are read when its library is imported
 
 import json
 import sys
-from collections import Counter
 
 from configs import UserError
 from configs.schema import SourceConfig
-from data_prep.sources import open_source
+from data_prep.sources import Tally, open_source
 
 for line in sys.stdin:
     try:
         source = open_source(SourceConfig(kind="hub", **json.loads(line)))
         units = source.ranges()
         paths = [piece.path for unit in units for piece in unit.pieces]
-        texts = [d.paragraphs for unit in units for d in source.documents(unit, Counter())]
+        texts = [d.paragraphs for unit in units for d in source.documents(unit, Tally())]
         print(json.dumps({"paths": paths, "texts": texts}), flush=True)
     except UserError as error:
         print(json.dumps({"error": str(error)}), flush=True)

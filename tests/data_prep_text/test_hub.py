@@ -17,7 +17,7 @@ import pytest
 
 from configs import UserError
 from configs.schema import SourceConfig
-from data_prep.sources import Document, base, hub, open_source
+from data_prep.sources import Document, Tally, base, hub, open_source
 from tests.data_prep_text.fake_hub import serve
 
 TEXTS = [f"Text number {n} has one sentence. And another one." for n in range(40)]
@@ -25,9 +25,9 @@ TEXTS = [f"Text number {n} has one sentence. And another one." for n in range(40
 
 def read(path: Path | str, **keys: Any) -> tuple[list[Document], Counter[str], int]:
     source = open_source(SourceConfig(kind="hub", path=str(path), **keys))
-    dropped: Counter[str] = Counter()
+    tally = Tally()
     units = source.ranges()
-    return [d for u in units for d in source.documents(u, dropped)], dropped, len(units)
+    return [d for u in units for d in source.documents(u, tally)], tally.dropped, len(units)
 
 
 def texts(path: Path | str, **keys: Any) -> list[str]:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from configs import UserError
 from configs.schema import SourceConfig
 from data_prep.documents import family
-from data_prep.sources import Document, open_source, text
+from data_prep.sources import Document, Tally, open_source, text
 from data_prep.sources.base import Piece
 from data_prep.sources.books import chapters, strip_gutenberg
 from data_prep.sources.text import groups_of_lines
@@ -35,8 +35,8 @@ PACK = {
 
 def read(kind: str, path: Path, **keys: Any) -> tuple[list[Document], Counter[str]]:
     source = open_source(SourceConfig(kind=kind, path=str(path), **keys))
-    dropped: Counter[str] = Counter()
-    return [d for u in source.ranges() for d in source.documents(u, dropped)], dropped
+    tally = Tally()
+    return [d for u in source.ranges() for d in source.documents(u, tally)], tally.dropped
 
 
 def test_b03_only_lf_ends_a_row(tmp_path) -> None:
@@ -155,11 +155,11 @@ def test_any_cut_of_a_file_gives_each_group_once(tmp_path_factory, lines, step) 
     file = tmp_path_factory.mktemp("cut") / "a.txt"
     file.write_text("\n".join(lines))
     size = file.stat().st_size
-    whole = list(groups_of_lines(Piece(str(file))))
+    whole = list(groups_of_lines(Piece(str(file)), Tally(), "a"))
     parts = [
         group
         for start in range(0, max(size, 1), step)
-        for group in groups_of_lines(Piece(str(file), start, min(start + step, size)))
+        for group in groups_of_lines(Piece(str(file), start, min(start + step, size)), Tally(), "a")
     ]
     assert parts == whole
 

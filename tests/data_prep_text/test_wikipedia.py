@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from configs import UserError
 from configs.schema import SourceConfig
-from data_prep.sources import Range, Source, open_source, wikipedia
+from data_prep.sources import Range, Source, Tally, open_source, wikipedia
 
 HEAD = """<mediawiki xml:lang="en"><siteinfo><namespaces>
 <namespace key="0" /><namespace key="6">Datei</namespace><namespace key="14">Kategorie</namespace>
@@ -61,14 +61,14 @@ def read(path: Path, **keys: object) -> tuple[Found, Counter[str], list[Range]]:
 
 
 def read_source(source: Source) -> tuple[Found, Counter[str], list[Range]]:
-    dropped: Counter[str] = Counter()
+    tally = Tally()
     units = [Range.from_json(unit.to_json()) for unit in source.ranges()]
     found = [
         (d.id, len(d.paragraphs), hash(tuple(d.paragraphs)))
         for unit in units
-        for d in source.documents(unit, dropped)
+        for d in source.documents(unit, tally)
     ]
-    return found, dropped, units
+    return found, tally.dropped, units
 
 
 @pytest.fixture(scope="module")

@@ -146,17 +146,16 @@ def test_time_grows_with_the_text_not_with_its_nesting() -> None:
 
 
 def test_real_dump_has_no_markup_left(real_data) -> None:
-    from collections import Counter
 
     from configs.schema import SourceConfig
-    from data_prep.sources import open_source
+    from data_prep.sources import Tally, open_source
 
     left = re.compile(r"\{\{|\}\}|\[\[|\]\]|\{\||\|\}|'''|</?ref|</?math|&nbsp;|\bFile:|https?://")
     for name in ("enwiki", "dewiki", "jawiki", "arwiki", "simplewiki"):
         source = open_source(
             SourceConfig(kind="wikipedia", path=str(real_data / f"wiki/minidump-{name}.xml.bz2"))
         )
-        documents = [d for unit in source.ranges() for d in source.documents(unit, Counter())]
+        documents = [d for unit in source.ranges() for d in source.documents(unit, Tally())]
         assert documents
         for document in documents:
             for paragraph in document.paragraphs:
