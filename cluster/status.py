@@ -6,7 +6,6 @@ A run that was started without SLURM has no jobs to show, but its training is sh
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import time
@@ -19,9 +18,11 @@ import yaml
 from cluster.slurm import client
 from configs import UserError
 from configs.console import duration
+from configs.files import read_json
 from configs.log import LOG, read_log
 
 LOG_TAIL_BYTES = 200_000
+REMEDY = "the command that wrote it (cluster submit, pretrain train) writes it anew"
 ENDED_BADLY = (
     "FAILED",
     "CANCELLED",
@@ -72,7 +73,7 @@ def screen(folder: Path) -> str:
     if not record.is_file():
         lines = [str(folder), "", "no jobs are known: this run was not submitted with SLURM", ""]
         return "\n".join([*lines, *progress(folder)]) + "\n"
-    return "\n".join(chain_screen(folder, json.loads(record.read_text()))) + "\n"
+    return "\n".join(chain_screen(folder, read_json(record, REMEDY))) + "\n"
 
 
 def chain_screen(folder: Path, chain: dict[str, Any]) -> list[str]:
@@ -192,8 +193,11 @@ def total_updates(folder: Path) -> int:
     """Updates of all phases of the recipe as submitted, or as the training noted it."""
     submitted = folder / "slurm" / "recipe.yaml"
     noted = folder / "train" / "recipe.json"  # JSON is YAML
-    recipe = yaml.safe_load((submitted if submitted.is_file() else noted).read_text())
-    return sum(phase["steps"] for phase in recipe["phases"])
+    file = submitted if submitted.is_file() else noted
+    try:
+        return sum(phase["steps"] for phase in yaml.safe_load(file.read_text())["phases"])
+    except (yaml.YAMLError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{file} is damaged: {error}", REMEDY) from None
 
 
 def tail(path: Path) -> list[str]:

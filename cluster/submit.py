@@ -14,7 +14,7 @@ from cluster.slurm import client
 from cluster.slurm.chain import Job, build_chain
 from cluster.slurm.render import render, work_key
 from configs import UserError, load_profile, load_recipe, say
-from configs.files import publish_text
+from configs.files import publish_text, read_json
 from configs.loading import to_dict
 from configs.schema import Profile, Recipe
 
@@ -74,7 +74,7 @@ def _refuse_queued(folder: Path) -> None:
     record = folder / "chain.json"
     if not record.exists():
         return
-    for job in json.loads(record.read_text())["jobs"]:
+    for job in read_json(record, f"see squeue for what is queued; then delete {record}")["jobs"]:
         fields = client.job_fields(job["id"]) if job["id"] else {}
         ours = fields.get("Command", "").startswith(str(folder))
         if ours and fields.get("JobState") in UNFINISHED:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO, TextIO
+from typing import Any, BinaryIO, TextIO
 
 from configs.errors import UserError, refusal
 
@@ -54,6 +55,18 @@ def lock_folder(folder: Path, work: str) -> TextIO:
     except OSError:
         pass
     return file
+
+
+def read_json(path: Path, remedy: str) -> Any:
+    """What one of our own small JSON files says.
+
+    Raises:
+        UserError: it is damaged; with the remedy.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is damaged: {error}", remedy) from None
 
 
 def publish(path: Path, write: Callable[[BinaryIO], object]) -> None:

@@ -10,7 +10,6 @@ work_dir/shards/<set>/.build/ rows of a set; both are removed when they are no l
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from configs import Recipe, UserError, make_folder, say
-from configs.files import lock_folder
+from configs.files import lock_folder, read_json
 from configs.loading import difference
 from data_prep.arrays import load_arrays
 from data_prep.documents import (
@@ -126,7 +125,7 @@ def _finished(plan: Plan, name: str) -> bool:
     if (folder / INDEX).is_file():
         there = read_index(folder)["settings"]
     elif started.is_file():
-        there = json.loads(started.read_text(encoding="utf-8"))
+        there = read_json(started, f"delete {folder} to build it anew")
     else:
         return False
     changes = difference(there, settings)

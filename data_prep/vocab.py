@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from configs import Progress, Recipe, UserError, load_recipe, make_folder, say
+from configs.files import lock_folder, read_json
 from configs.loading import difference
 
 STAMP = "vocab.json"
@@ -26,7 +26,9 @@ def main(argv: list[str]) -> int | None:
         "overrides", nargs="*", default=[], metavar="key=value", help="e.g. vocab.size=8192"
     )
     arguments = parser.parse_args(argv)
-    make_vocab(load_recipe(arguments.recipe, arguments.overrides))
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    with lock_folder(Path(recipe.work_dir), "making of a vocabulary"):
+        make_vocab(recipe)
     return None
 
 
@@ -60,7 +62,7 @@ def make_vocab(recipe: Recipe) -> Path:
         }
     stamp = folder / STAMP
     if stamp.is_file():
-        changes = difference(json.loads(stamp.read_text(encoding="utf-8")), settings)
+        changes = difference(read_json(stamp, f"delete {folder} to make it anew"), settings)
         if changes:
             shown = "\n  ".join(changes)
             raise UserError(
@@ -69,6 +71,12 @@ def make_vocab(recipe: Recipe) -> Path:
             )
         say(f"{folder} is complete ({load(folder).vocab_size:,} tokens)")
         return folder
+    if (folder / "tokenizer.json").is_file():  # an imported model's, or put there by hand
+        raise UserError(
+            f"{folder} holds a tokenizer that this command did not make",
+            f"it can be used as it is; to make another, move it away (vocab.file={folder}/tokenizer.json"
+            " takes it into another work_dir)",
+        )
     if not recipe.vocab.file:
         tokenizer = train(recipe.vocab, sample_text(recipe, sources, ranges))
         if tokenizer.vocab_size < recipe.vocab.size:
@@ -77,10 +85,13 @@ def make_vocab(recipe: Recipe) -> Path:
                 f" vocab.size={recipe.vocab.size:,}: more text, a larger sample_mb or a smaller"
                 " min_frequency would give more"
             )
+    fresh = folder.with_name(".vocab.making")
+    remove(fresh)
+    make_folder(fresh)
+    tokenizer.save(fresh)
+    publish_json(fresh / STAMP, settings)
     remove(folder)
-    make_folder(folder)
-    tokenizer.save(folder)
-    publish_json(stamp, settings)
+    fresh.rename(folder)
     say(f"made {folder}: {tokenizer.kind}, {tokenizer.vocab_size:,} tokens")
     return folder
 

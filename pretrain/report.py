@@ -18,6 +18,7 @@ import numpy as np
 
 from configs import UserError, make_folder, say
 from configs.console import duration
+from configs.files import read_json
 from configs.log import LOG, read_log
 
 _POINTS = 1500  # of a curve; longer ones are averaged in stretches
@@ -88,7 +89,7 @@ def load_run(run: str | Path) -> Run:
     if not by_kind["train"]:
         raise UserError(f"{folder / LOG}: no update is finished yet", "try again later")
     recipe_file = folder / "recipe.json"
-    recipe = json.loads(recipe_file.read_text()) if recipe_file.is_file() else {}
+    recipe = read_json(recipe_file, "training on writes it anew") if recipe_file.is_file() else {}
     name = recipe.get("name") or folder.resolve().parent.name
     return Run(name, folder, by_kind["train"], by_kind["eval"], by_kind["event"], recipe)
 

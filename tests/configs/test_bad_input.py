@@ -126,7 +126,7 @@ MISTAKES: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     ((*VOCAB, T, "work_dir=v", "vocab.file=missing.txt"), ("missing.txt", "->")),
     ((*VOCAB, T, "vocab.size=3"), ("vocab.size=3", "6")),
     ((*VOCAB, T, "vocab.kind=wordpeace"), ("wordpeace", "wordpiece")),
-    ((*VOCAB, T, "work_dir=file"), ("file/vocab", "->")),
+    ((*VOCAB, T, "work_dir=file"), ("file: cannot be made", "->")),
     ((*VOCAB, T, "vocab.size=50"), ("w/vocab", "size", "another work_dir")),
     ((*BUILD, T, "work_dir=v"), ("v/vocab", "data_prep vocab")),
     ((*BUILD, T, "--set", "len512"), ("len512", "->")),
@@ -224,6 +224,27 @@ def test_paths_without_a_name_of_their_own(base, path):
 def test_a_damaged_work_dir_is_named(base, work, damage, words):
     damage(work)
     refused(run(base, *TRAIN, T, f"work_dir={work}"), *words)
+
+
+@pytest.mark.parametrize(
+    ("file", "command"),
+    [
+        ("vocab/vocab.json", (*VOCAB, T)),
+        ("shards/len128/.build/settings.json", (*BUILD, T)),
+        ("train/recipe.json", ("pretrain", "report", "{work}")),
+        ("train/recipe.json", ("cluster", "status", "{work}")),
+        ("slurm/chain.json", ("cluster", "status", "{work}")),
+    ],
+)
+def test_a_damaged_note_of_our_own_is_named(base, work, file, command):
+    if ".build" in file:
+        (work / "shards/len128/index.json").unlink()
+    shutil.copytree(base / "logged" / "train", work / "train", dirs_exist_ok=True)
+    (work / file).parent.mkdir(parents=True, exist_ok=True)
+    (work / file).write_text("{")
+    line = [word.format(work=work) for word in command]
+    where = [] if "{work}" in command else [f"work_dir={work}"]
+    refused(run(base, *line, *where), file, "is damaged", "->")
 
 
 def test_a_corrupted_tokenizer_is_named(base, work):

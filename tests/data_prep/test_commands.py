@@ -128,6 +128,12 @@ def test_vocab_is_made_once_and_refused_when_stale(
     (tmp_path / "text" / "000.txt").write_text("Other words.\n")
     with pytest.raises(UserError, match="0 text: .* there, .* now"):
         vocab.main([recipe, *trained])
+    # What an import left there, or a hand, is not replaced.
+    (tmp_path / "run" / "vocab" / "vocab.json").unlink()
+    del made["vocab.json"]
+    with pytest.raises(UserError, match="holds a tokenizer that this command did not make"):
+        vocab.main([recipe, *trained])
+    assert {p.name: p.read_bytes() for p in (tmp_path / "run" / "vocab").iterdir()} == made
 
 
 def test_a_small_or_damaged_vocabulary_says_what_to_do(
