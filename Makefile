@@ -44,5 +44,5 @@ $(STAMP): setup.py
 	$(BIN)/python -m pip install --quiet -e ".[dev,mpi,downstream]"
 	@touch $@
 
-clean:  ## removes the environment and everything that runs made
-	rm -rf $(VENV) runs
+clean:  ## removes the environment; what runs made stays
+	rm -rf $(VENV)

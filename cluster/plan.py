@@ -10,6 +10,7 @@ from pathlib import Path
 from cluster.planner.cards import NETWORK, Network, find_card
 from cluster.planner.layouts import Plan, evaluate, gpus_for, quickest, recipe_layout
 from cluster.planner.measured import MEMORY_WITHIN, TIME_WITHIN, Comparison, compare_all
+from cluster.planner.step_time import MASKED
 from configs import UserError, load_recipe
 from configs.console import duration
 from configs.model import model_flops, parameter_count
@@ -174,7 +175,7 @@ def _tflops(plan: Plan, number: int) -> float:
         plan.model,
         int(phase.tokens),
         int(phase.tokens * phase.length),
-        int(0.15 * phase.tokens),
+        int(MASKED * phase.tokens),
         int(rows),
     )
     return flops / phase.time.seconds / plan.layout.gpus / 1e12

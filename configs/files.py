@@ -78,8 +78,10 @@ def publish(path: Path, write: Callable[[BinaryIO], object]) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):  # a full disk does not say of which file
+            error.filename = error.filename or str(path)
         raise
     sync_folder(path.parent)
 

@@ -37,6 +37,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "model.vocab_size": (0, _ANY),
     "model.type_vocab_size": (1, _ANY),
     "model.layer_norm_eps": (0, 1),
+    "model.initializer_range": (1e-9, 10),
     "model.vocab_pad_multiple": (1, _ANY),
     "parallel.tp": (1, _ANY),
     "parallel.micro_batch_tokens": (0, _ANY),

@@ -240,6 +240,13 @@ class Shards:
             if not np.array_equal(counts, lengths[chosen]):
                 raise UserError(f"{part.path}: row lengths differ from {LENGTHS}", REBUILD)
             _gather(part.values("input_ids"), starts, counts, out.tokens, offsets[chosen])
+        if len(out.tokens) and not 0 <= out.tokens.min() <= out.tokens.max() < self.vocab_size:
+            wrong = np.argmax((out.tokens < 0) | (out.tokens >= self.vocab_size))
+            part = self.part(int(where[np.searchsorted(offsets, wrong, "right") - 1]))
+            raise UserError(
+                f"{part.path}: token {out.tokens[wrong]}, the vocabulary has {self.vocab_size}",
+                REBUILD,
+            )
         if self.layout.static_masks:
             self._static_masks(ids, groups, out)
         return out

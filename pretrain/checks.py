@@ -24,6 +24,7 @@ from pretrain.checkpoint.folder import (
     Damaged,
     check_sizes,
     checkpoints,
+    incomplete,
     missing_kinds,
     read_meta,
     resolve,
@@ -137,6 +138,12 @@ def _check_keys(recipe: Recipe) -> None:
     for key, (value, known) in choices.items():
         if value not in known:
             raise UserError(f"{key}={value} is not known", f"known: {', '.join(known)}")
+    low, high = recipe.optimizer.trust_ratio_min, recipe.optimizer.trust_ratio_max
+    if high and low > high:
+        raise UserError(
+            f"optimizer.trust_ratio_min={low} is above trust_ratio_max={high}",
+            "lower it, or set trust_ratio_max=0 for no ceiling",
+        )
     if not recipe.phases:
         raise UserError("phases is empty", "give at least one phase")
     for number, phase in enumerate(recipe.phases):
@@ -362,10 +369,15 @@ def _check_disk(recipe: Recipe, plan: Plan) -> None:
         return
     make_folder(plan.train_dir)
     # One more than is kept: the old one goes only after the new one is complete.
-    need = 12 * parameter_count(plan.model) * 2
-    free = shutil.disk_usage(plan.train_dir).free
+    every, keep = recipe.checkpoint.every, recipe.checkpoint.keep
+    to_come = len(recipe.phases) + ((plan.end - plan.newest) // every if every else 0)
+    saves = min(to_come, max(1, keep + 1 - len(checkpoints(plan.train_dir))))
+    need = 12 * parameter_count(plan.model) * saves
+    left = sum(f.stat().st_size for p in incomplete(plan.train_dir) for f in p.iterdir())
+    free = shutil.disk_usage(plan.train_dir).free + left  # what a killed save left goes first
     if need > free:
         raise UserError(
-            f"{plan.train_dir}: two checkpoints take {need / 1e9:.1f} GB, {free / 1e9:.1f} GB are free",
-            "free some disk, or put work_dir on another",
+            f"{plan.train_dir}: {saves} more checkpoints (checkpoint.keep={keep} and one in the "
+            f"making) take {need / 1e9:.3g} GB, {free / 1e9:.3g} GB are free",
+            "free some disk, lower checkpoint.keep, or put work_dir on another disk",
         )

@@ -122,6 +122,8 @@ def _assemble(plan: Plan, device: torch.device, watchdog: Watchdog) -> Run:
         "shards": {name: s.fingerprint for name, s in plan.shards.items()},
         "layout": {"tp": groups.tp, "dp": groups.dp, "engine": type(engine).__name__},
     }
+    # Whatever may be refused comes before a new start sets the earlier checkpoints aside.
+    evaluator, probe = _evaluator(plan, groups, device), _probe(plan, groups, engine)
     step, state = _resume(plan, engine)
     token = _same_everywhere(secrets.token_hex(4))
     telemetry = Telemetry(
@@ -146,8 +148,8 @@ def _assemble(plan: Plan, device: torch.device, watchdog: Watchdog) -> Run:
         identity,
         step,
         state,
-        _evaluator(plan, groups, device),
-        _probe(plan, groups, engine),
+        evaluator,
+        probe,
     )
     for warning in plan.warnings:
         run.say(f"note: {warning}")
@@ -251,7 +253,7 @@ def _resume(plan: Plan, engine: Engine) -> tuple[int, dict[str, Any]]:
     # Only now: the weights may have come from there, and every rank has them.
     aside = set_aside(plan.train_dir) if plan.rank == 0 and not recipe.checkpoint.resume else None
     if aside:
-        say(f"starts anew: the earlier checkpoints are in {aside}")
+        say(f"starts anew: the earlier checkpoints and log are in {aside}")
     return 0, {}
 
 

@@ -12,6 +12,7 @@ from zlib import crc32
 
 from configs.errors import UserError
 from configs.files import publish_text
+from configs.log import LOG
 
 FORMAT = 1
 KINDS = ("master", "exp_avg", "exp_avg_sq")
@@ -115,10 +116,15 @@ def check_sizes(folder: Path, meta: dict[str, Any]) -> None:
 
 
 def set_aside(train_dir: Path) -> Path | None:
-    """Moves the checkpoints of an earlier training out of the way of a new one, which would lose
+    """Moves the checkpoints and the log of an earlier training out of the way of a new one, which would lose
     its own first ones to their higher numbers; returns where they are now, None without any."""
     root = train_dir / "checkpoints"
-    return _rename(root, "checkpoints-before") if checkpoints(train_dir) else None
+    if not checkpoints(train_dir):
+        return None
+    aside = _rename(root, "checkpoints-before")
+    if (train_dir / LOG).is_file():
+        (train_dir / LOG).rename(aside / LOG)
+    return aside
 
 
 def set_damaged_aside(folder: Path) -> Path:

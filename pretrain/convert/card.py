@@ -12,10 +12,11 @@ from configs.model import ModelConfig, parameter_count
 
 
 def commit() -> str:
-    """The git commit of this code, "unknown" outside a checkout."""
+    """The git commit of this code, with `-dirty` behind it where files were changed since; "unknown"
+    outside a checkout."""
     try:
         done = subprocess.run(
-            ["git", "rev-parse", "HEAD"],
+            ["git", "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"],
             cwd=Path(__file__).parent,
             capture_output=True,
             text=True,

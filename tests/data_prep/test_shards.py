@@ -102,6 +102,17 @@ def test_b17_rows_beyond_the_first_batch(tmp_path: Path) -> None:
     assert as_lists(shards.rows(ids)) == as_lists(take(rows, ids))
 
 
+def test_a_token_that_no_vocabulary_has_is_refused_when_read(tmp_path: Path) -> None:
+    folder = make_shards(tmp_path, rows=300, vocab_size=500)
+    part = folder / "part-00000.arrow"
+    data = bytearray(part.read_bytes())
+    tokens = open_shards(folder).rows(np.arange(300)).tokens.astype(np.uint16).tobytes()
+    data[data.index(tokens[:200]) + 101] |= 0x80
+    part.write_bytes(data)
+    with pytest.raises(UserError, match=r"part-00000.arrow: token 3\d{4}, the vocabulary has 500"):
+        open_shards(folder).rows(np.arange(300)[::-1])
+
+
 def test_word_start_and_held_out(folder: Path) -> None:
     shards = open_shards(folder)
     assert shards.word_start.tolist() == [i % 3 != 1 for i in range(shards.vocab_size)]

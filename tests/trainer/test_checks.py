@@ -51,6 +51,7 @@ REFUSED = [
     (["parallel.sequence_parallel=true"], 2, r"sequence_parallel=true has no meaning"),
     (["phases.0.global_batch=3"], 4, r"global_batch=3 rows cannot be shared out over 4"),
     (["phases.1.steps=0"], 1, r"phases.1.steps=0"),
+    (["optimizer.trust_ratio_min=2", "optimizer.trust_ratio_max=1"], 1, r"trust_ratio_min=2.0 is above"),
     (["phases.0.schedule.kind=step"], 1, r"phases.0.schedule.kind=step is not known"),
     (["phases.0.schedule.warmup=100"], 1, r"warmup=100 does not fit into 24 steps"),
     (["parallel.micro_batch_tokens=47"], 1, r"micro_batch_tokens=47 is below the 48 tokens \(a multiple of 16\)"),
@@ -271,7 +272,9 @@ def test_a_damaged_index_is_left_to_the_trainer(run):
 
 def test_too_little_disk_is_told(run, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 10, 0))
-    with pytest.raises(UserError, match="two checkpoints take"):
+    with pytest.raises(
+        UserError, match=r"4 more checkpoints \(checkpoint.keep=3 and one in the making\) take"
+    ):
         plan(run)
 
 

@@ -213,7 +213,8 @@ def test_starting_anew_keeps_its_own_checkpoints_and_sets_the_earlier_ones_aside
     assert train(run, "checkpoint.resume=false", "train.stop_at=7") == [0], output(run)
     assert [step for step, _ in checkpoints(run / "train")] == [5, 7]
     aside = run / "train" / "checkpoints-before-1"
-    assert f"the earlier checkpoints are in {aside}" in output(run)
+    assert f"the earlier checkpoints and log are in {aside}" in output(run)
+    assert (aside / "log.jsonl").read_bytes() == (whole / "train" / "log.jsonl").read_bytes()
     assert (aside / "step-00000036" / "checkpoint.json").is_file()
     assert train(run, "train.stop_at=8") == [0], output(run)
     assert "goes on from update 7" in output(run)
