@@ -236,7 +236,8 @@ def _parts(
     if not any(task.kind == TRAIN for task in tasks):
         raise UserError(
             "not a single training row came out of the sources",
-            "more text is needed: a row of two segments takes a document of two sentences or two documents",
+            "more text is needed: a row of two segments takes a document of two sentences or two documents;"
+            " a source's weight below 1 leaves documents out",
         )
     return tasks
 

@@ -103,7 +103,7 @@ class LossGuard:
             if not self.scaled and self.bad >= self.config.nan_patience:
                 raise TrainingStopped(
                     f"{odd}: {self.bad} in a row (guard.nan_patience={self.config.nan_patience})",
-                    "the last checkpoint is from before; lower schedule.lr or lengthen the warmup",
+                    "whatever was saved is from before; lower schedule.lr or lengthen the warmup",
                 )
             return False, odd
         self.bad = 0

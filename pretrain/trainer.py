@@ -224,7 +224,7 @@ class Trainer:
         if damaged.item():
             raise TrainingStopped(
                 f"update {run.step} left weights or moments that are not finite: not saved",
-                "the last checkpoint is from before; lower schedule.lr or lengthen the warmup",
+                "whatever was saved is from before; lower schedule.lr or lengthen the warmup",
             )
 
     def meta(self) -> dict[str, Any]:
