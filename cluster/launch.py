@@ -19,7 +19,7 @@ from cluster.nodes import expand
 from configs import UserError
 from configs.errors import PREEMPTED_EXIT
 
-SAVE_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
+SAVE_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 
 
 def main(argv: list[str]) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -77,5 +78,7 @@ def _say(error: UserError) -> int:
     print(f"error: {error}", file=sys.stderr, flush=True)
     # torchrun ends with forty lines of its own and repeats in the last ones what it finds here.
     if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        Path(report).write_text(json.dumps({"message": str(error), "timestamp": int(time.time())}))
+        text = json.dumps({"message": str(error), "timestamp": int(time.time())})
+        with contextlib.suppress(OSError):  # the disk may be what the error is about
+            Path(report).write_text(text)
     return error.exit_code

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -80,8 +81,8 @@ def publish(path: Path, write: Callable[[BinaryIO], object]) -> None:
         temporary.replace(path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError):  # a full disk does not say of which file
-            error.filename = error.filename or str(path)
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            error.filename = error.filename or str(path)  # a full disk does not say of which file
         raise
     sync_folder(path.parent)
 

@@ -173,6 +173,7 @@ class GuardConfig:
     spike_patience: int = 0  # consecutive spikes before the run stops; 0 = report only
     hang_timeout_s: int = 60  # a rank silent for so long ends the job (after the first update)
     # saved at the next update, then left with exit code 75; a second Ctrl-C leaves at once
+    # (torchrun gives a save 30 s after the first)
     save_signals: list[str] = field(default_factory=lambda: ["SIGTERM", "SIGUSR1", "SIGINT"])
 
 

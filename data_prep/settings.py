@@ -19,10 +19,11 @@ _NO_INFLUENCE = {
     "executor.py",
     "build.py",
     "verify.py",
+    "shard_check.py",
+    "summary.py",
     "inspect.py",
     "audit.py",
     "sample.py",
-    "summary.py",
     "__main__.py",
 }
 # SourceConfig keys that say where the text lies or how it is read; its content is hashed instead.

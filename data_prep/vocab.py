@@ -72,10 +72,13 @@ def make_vocab(recipe: Recipe) -> Path:
         say(f"{folder} is complete ({load(folder).vocab_size:,} tokens)")
         return folder
     if (folder / "tokenizer.json").is_file():  # an imported model's, or put there by hand
+        if recipe.vocab.file and load(folder).fingerprint == tokenizer.fingerprint:
+            publish_json(stamp, settings)
+            say(f"{folder} is the tokenizer of vocab.file already")
+            return folder
         raise UserError(
             f"{folder} holds a tokenizer that this command did not make",
-            f"it can be used as it is; to make another, move it away (vocab.file={folder}/tokenizer.json"
-            " takes it into another work_dir)",
+            f"keep it with vocab.file={folder}/tokenizer.json, or move it away to make another",
         )
     if not recipe.vocab.file:
         tokenizer = train(recipe.vocab, sample_text(recipe, sources, ranges))

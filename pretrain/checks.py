@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import shutil
 import subprocess
@@ -231,11 +233,13 @@ def _check_checkpoint(recipe: Recipe, plan: Plan) -> None:
     if not found:
         if recipe.checkpoint.init_from:
             folder = resolve(recipe.checkpoint.init_from)
-            _check_meta(read_meta(folder), plan, "checkpoint.init_from")
+            meta = read_meta(folder)
+            _check_meta(meta, plan, "checkpoint.init_from")
             # An imported model knows no fingerprint, but its tokenizer lies beside it.
-            vocab = folder.resolve().parents[2] / "vocab" / "tokenizer.json"
-            for shards in plan.shards.values() if vocab.is_file() else ():
-                check_origin_tokenizer(vocab, shards.folder)
+            vocab = folder.resolve() / "../../../vocab/tokenizer.json"
+            if not meta.get("tokenizer_fingerprint") and vocab.is_file():
+                for shards in plan.shards.values():
+                    check_origin_tokenizer(vocab.resolve(), shards.folder)
         return
     for step, folder in reversed(found):
         try:
@@ -370,10 +374,16 @@ def _check_disk(recipe: Recipe, plan: Plan) -> None:
     make_folder(plan.train_dir)
     # One more than is kept: the old one goes only after the new one is complete.
     every, keep = recipe.checkpoint.every, recipe.checkpoint.keep
-    to_come = len(recipe.phases) + ((plan.end - plan.newest) // every if every else 0)
-    saves = min(to_come, max(1, keep + 1 - len(checkpoints(plan.train_dir))))
+    ends = itertools.accumulate(phase.steps for phase in recipe.phases)
+    to_come = sum(end > plan.newest for end in ends) + (
+        (plan.end - plan.newest) // every if every else 0
+    )
+    there = [step for step, _ in checkpoints(plan.train_dir) if 0 < step <= plan.newest]
+    saves = min(to_come, max(1, keep + 1 - len(there)))
     need = 12 * parameter_count(plan.model) * saves
-    left = sum(f.stat().st_size for p in incomplete(plan.train_dir) for f in p.iterdir())
+    left = 0
+    with contextlib.suppress(OSError):  # of a training that is running here, which is told later
+        left = sum(f.stat().st_size for p in incomplete(plan.train_dir) for f in p.iterdir())
     free = shutil.disk_usage(plan.train_dir).free + left  # what a killed save left goes first
     if need > free:
         raise UserError(

@@ -23,7 +23,7 @@ from configs.schema import GuardConfig
 
 _HISTORY = 101  # losses of the running median
 _ENOUGH = 20  # of them before a spike can be told
-_SAME_S = 3.0  # torchrun passes on the Ctrl-C that the terminal gave its processes as well
+_SAME_S = 3.0  # one Ctrl-C may come twice: from the terminal and passed on by a launcher
 
 
 class TrainingStopped(UserError):

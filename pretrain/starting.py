@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from configs.console import say
 from configs.errors import UserError
 from configs.loading import to_dict
 from data_prep.shards import HELD_OUT, held_out
-from pretrain.checkpoint.folder import Damaged, checkpoints, resolve, set_aside, set_damaged_aside
+from pretrain.checkpoint.folder import Damaged, checkpoints, resolve, set_aside
 from pretrain.checkpoint.reader import Reader, load_shard
 from pretrain.checkpoint.writer import Writer
 from pretrain.checks import Plan
@@ -227,17 +226,13 @@ def _resume(plan: Plan, engine: Engine) -> tuple[int, dict[str, Any]]:
     recipe = plan.recipe
     found = checkpoints(plan.train_dir) if recipe.checkpoint.resume else []
     found = _same_everywhere(found)
-    skipped: list[Path] = []
     for step, folder in reversed(found):
         # Update 0 is an imported model: weights alone, so the moments start at zero.
         meta, error = _load(engine, folder, moments=step > 0)
         if meta is not None:
-            for damaged in skipped if plan.rank == 0 else []:
-                say(f"{damaged.name} is now {set_damaged_aside(damaged).name}")
             return step, meta["state"] if step > 0 else {}
         if plan.rank == 0:
             say(f"{folder} is damaged and skipped: {error}")
-        skipped.append(folder)
     if found:
         raise UserError(
             f"{plan.train_dir}: none of {len(found)} checkpoints can be read",

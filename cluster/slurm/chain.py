@@ -82,7 +82,7 @@ def build_chain(recipe: Recipe, recipe_file: Path, profile: Profile) -> list[Job
         updates += phase.steps
         command = ["-m", "pretrain", "train", file, f"train.stop_at={updates}"]
         if profile.signal not in ("USR1", "TERM"):
-            command.append(f"guard.save_signals=[SIGTERM,SIG{profile.signal}]")
+            command.append(f"guard.save_signals=[SIGTERM,SIGINT,SIG{profile.signal}]")
         stage = []
         if profile.stage_shards_to:
             local = f"{profile.stage_shards_to}/{recipe.name}"

@@ -15,7 +15,7 @@ from configs.schema import Profile, Recipe
 
 STARTERS = ("srun", "torchrun", "deepspeed")
 SIGNALS = ("USR1", "USR2", "TERM")  # what cluster/launch.py passes on
-ENDLESS = ("UNLIMITED", "INFINITE", "-1")
+ENDLESS = ("UNLIMITED", "INFINITE")
 LEAST = {
     "nodes": 1,
     "prep_nodes": 1,
@@ -81,7 +81,7 @@ def _check_profile(profile: Profile) -> None:
             )
     for key in ("time_limit", "prep_time_limit"):
         text = getattr(profile, key)
-        if seconds_of(text) is None and text not in ENDLESS:
+        if seconds_of(text) is None and text.upper() not in ENDLESS:
             raise UserError(
                 f"profile {profile.name}: {key}={text} is no time",
                 'write it as SLURM does: "90" (minutes), "24:00:00", "2-12" (days-hours), UNLIMITED',

@@ -116,34 +116,26 @@ def check_sizes(folder: Path, meta: dict[str, Any]) -> None:
 
 
 def set_aside(train_dir: Path) -> Path | None:
-    """Moves the checkpoints and the log of an earlier training out of the way of a new one, which would lose
-    its own first ones to their higher numbers; returns where they are now, None without any."""
+    """Moves the checkpoints and the log of an earlier training out of the way of a new one, which
+    the next start would take for older; returns where they are now, None without any."""
     root = train_dir / "checkpoints"
     if not checkpoints(train_dir):
         return None
-    aside = _rename(root, "checkpoints-before")
     if (train_dir / LOG).is_file():
-        (train_dir / LOG).rename(aside / LOG)
-    return aside
-
-
-def set_damaged_aside(folder: Path) -> Path:
-    """Takes a checkpoint that cannot be read out of the count, where by its higher number it would
-    outlive the good ones that come after; returns where it is now."""
-    return _rename(folder, f"{folder.name}.damaged")
-
-
-def _rename(folder: Path, name: str) -> Path:
+        (train_dir / LOG).rename(root / LOG)
     number = 1
-    while (aside := folder.with_name(f"{name}-{number}")).exists():
+    while (aside := root.with_name(f"checkpoints-before-{number}")).exists():
         number += 1
-    folder.rename(aside)
+    root.rename(aside)
     return aside
 
 
-def prune(train_dir: Path, keep: int) -> None:
-    """Removes all but the newest `keep` checkpoints, oldest first (by number, not by name)."""
-    for _, folder in checkpoints(train_dir)[: -max(keep, 1)]:
+def prune(train_dir: Path, keep: int, step: int) -> None:
+    """Removes all but the newest `keep` checkpoints up to `step`, oldest first (by number, not by
+    name). Later ones could not be read when this training went on from an older one: they count
+    for nothing, and a save of their number replaces them."""
+    until = [folder for number, folder in checkpoints(train_dir) if number <= step]
+    for folder in until[: -max(keep, 1)]:
         # Without its index a folder is no checkpoint: a kill in the middle leaves nothing half.
         (folder / INDEX).unlink()
         shutil.rmtree(folder)

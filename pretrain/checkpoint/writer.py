@@ -187,7 +187,7 @@ class Writer:
             files[name] = read_json(part)
             part.unlink()
         publish(folder, final, {**meta, "files": files})
-        prune(self.train_dir, self.keep)
+        prune(self.train_dir, self.keep, meta["step"])
 
 
 def publish(folder: Path, final: Path, meta: dict[str, Any]) -> None:

@@ -171,7 +171,8 @@ def _write_small_files(fresh: Path, opened: Opened, dtype: str) -> None:
     (fresh / "config.json").write_text(json.dumps(hf, indent=2) + "\n", encoding="utf-8")
     code = commit()
     run = opened.path.parent.parent if meta else opened.path
-    scores = last_scores(run / LOG, meta.get("step", 0))
+    aside = opened.path.parent / LOG  # beside checkpoints that a new start has set aside
+    scores = last_scores(aside if aside.is_file() else run / LOG, meta.get("step", 0))
     card = model_card(config, meta, scores, code, _mask_token(fresh))
     (fresh / "README.md").write_text(card, encoding="utf-8")
     kept = ("step", "recipe", "tokenizer_fingerprint", "format")

@@ -39,7 +39,7 @@ def write_training(work, steps, last="", every=10):
         (train / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
         (train / "checkpoints" / f"step-{step:08d}" / "checkpoint.json").touch()
     (train / "checkpoints" / "step-00000099").mkdir()  # not complete
-    for name in ("step-00000098.partial-1a2", "step-00000097.damaged-1"):
+    for name in ("step-00000098.partial-1a2", "step-00000097.kept"):
         (train / "checkpoints" / name).mkdir()
         (train / "checkpoints" / name / "checkpoint.json").touch()
     (train / "recipe.json").write_text('{"phases": [{"steps": 100}, {"steps": 50}]}')

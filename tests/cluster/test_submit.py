@@ -94,7 +94,7 @@ def test_what_a_profile_says_is_in_the_scripts(capsys, recipe, profile):
         "export PIP_FIND_LINKS=/w\n",
         "source env.sh\n",
         "--cpus-per-task=6 --foo apptainer exec --nv x.sif py -m pretrain train",
-        "guard.save_signals=[SIGTERM,SIGUSR2]",
+        "guard.save_signals=[SIGTERM,SIGINT,SIGUSR2]",
         "train.shards_dir=/local/r",
         "-m cluster preflight --folder",
     ):
@@ -185,6 +185,7 @@ def test_starters_run_once_a_node(capsys, recipe, profile, starter):
         ("time_limit: soon", [], "time_limit=soon is no time"),
         ("prep_time_limit: 1-2-3", [], "prep_time_limit=1-2-3 is no time"),
         ("signal: FOO", [], "signal=FOO is not known"),
+        ("signal: SIGUSR1", [], "signal=SIGUSR1 is not known"),
         ("max_restarts: -1", [], "max_restarts=-1"),
         ("environment: {A B: x}", [], "environment.'A B' is not a name"),
         ("environment: {'A=1;B': x}", [], "environment.'A=1;B' is not a name"),

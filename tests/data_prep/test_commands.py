@@ -134,6 +134,10 @@ def test_vocab_is_made_once_and_refused_when_stale(
     with pytest.raises(UserError, match="holds a tokenizer that this command did not make"):
         vocab.main([recipe, *trained])
     assert {p.name: p.read_bytes() for p in (tmp_path / "run" / "vocab").iterdir()} == made
+    for place in (tmp_path / "run", tmp_path / "again"):  # the same one is taken as it is
+        vocab.main([recipe, f"vocab.file={place}/vocab/tokenizer.json"])
+        assert "is the tokenizer of vocab.file already" in capsys.readouterr().out
+        (tmp_path / "run" / "vocab" / "vocab.json").unlink()
 
 
 def test_a_small_or_damaged_vocabulary_says_what_to_do(

@@ -324,10 +324,10 @@ def test_damage_is_noticed_and_named(damage, stored, tmp_path):
 
 def test_retention_goes_by_number(stored, tmp_path):
     root = tmp_path / "checkpoints"
-    for step in (9, 10, 100, 99):
+    for step in (9, 10, 100, 99, 200):
         shutil.copytree(latest(stored), root / f"step-{step}")
-    prune(tmp_path, 2)
-    assert [step for step, _ in checkpoints(tmp_path)] == [99, 100]
+    prune(tmp_path, 2, 100)  # 200 could not be read
+    assert [step for step, _ in checkpoints(tmp_path)] == [99, 100, 200]
 
 
 def test_what_goes_wrong_in_the_thread_is_raised(tmp_path, monkeypatch):
