@@ -109,8 +109,9 @@ def _supervise(line: list[str]) -> int:
         for pid in training_processes(child.pid):
             os.kill(pid, number)
 
-    # Ignored signals stay ignored in the starter; the training sets handlers of its own.
-    for number in SAVE_SIGNALS:
+    # Ignored signals stay ignored in the starter; the training sets handlers of its own. Not so
+    # Ctrl-C, which ends what does not listen to it yet.
+    for number in set(SAVE_SIGNALS) - {signal.SIGINT}:
         signal.signal(number, signal.SIG_IGN)
     try:
         child = subprocess.Popen(

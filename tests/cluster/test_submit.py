@@ -1,6 +1,9 @@
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ from cluster.slurm.check_chain import seconds_of
 from cluster.slurm.client import count_gpus
 from cluster.slurm.render import work_key
 from configs import UserError, load_profile, load_recipe
+from configs.errors import PREEMPTED_EXIT
 
 ROOT = Path(__file__).parents[2]
 
@@ -284,6 +288,46 @@ def test_hostfile_of_an_allocation(monkeypatch, capsys, tmp_path):
     monkeypatch.delenv("SLURM_JOB_NODELIST")
     with pytest.raises(UserError, match="not a SLURM allocation"):
         hostfile.main([])
+
+
+def test_ctrl_c_waits_for_the_save_and_says_so_in_the_exit_code(tmp_path):
+    """To the whole group, as a terminal does: the launcher left before its training had saved."""
+    training = (
+        "import pathlib, signal, sys, time\n"
+        "told = []\n"
+        "signal.signal(signal.SIGINT, lambda *_: told.append(1))\n"
+        "pathlib.Path(sys.argv[1], 'started').touch()\n"
+        "while not told: time.sleep(0.05)\n"
+        "time.sleep(1)\n"
+        "pathlib.Path(sys.argv[1], 'saved').touch()\n"
+        "sys.exit(75)\n"
+    )
+    line = [
+        "-m",
+        "cluster",
+        "launch",
+        "--starter",
+        "torchrun",
+        "--",
+        sys.executable,
+        "-c",
+        training,
+    ]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")}
+    process = subprocess.Popen(
+        [sys.executable, *line, str(tmp_path)],
+        start_new_session=True,
+        cwd=ROOT,
+        env=environment,
+        stderr=subprocess.PIPE,
+    )
+    end = time.monotonic() + 100
+    while not (tmp_path / "started").exists() and time.monotonic() < end:
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGINT)
+    _, said = process.communicate(timeout=100)
+    assert process.returncode == PREEMPTED_EXIT, said.decode()
+    assert (tmp_path / "saved").exists()
 
 
 def test_signals_go_past_the_starter_to_the_topmost_ranks():
