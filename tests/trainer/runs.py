@@ -10,7 +10,9 @@ import time
 from pathlib import Path
 
 from cluster.environment import free_port
+from configs.loading import load_recipe
 from configs.log import read_log
+from pretrain import checks
 from tests.synthetic import make_shards
 from tests.trainer.launch import REPO
 
@@ -128,3 +130,9 @@ def wait_for_step(run: Path, step: int, timeout: float = 300) -> None:
 def interrupt(processes: list[subprocess.Popen], number: int = signal.SIGTERM) -> None:
     for p in processes:
         p.send_signal(number)
+
+
+def plan(run: Path, *overrides: str, world: int = 1) -> checks.Plan:
+    """What the checks make of a run in one of `world` processes."""
+    env = {"RANK": "0", "WORLD_SIZE": str(world), "LOCAL_RANK": "0"}
+    return checks.check(load_recipe(run / "recipe.yaml", overrides), env)

@@ -1,0 +1,160 @@
+"""What a training goes on from, or starts from, must be of this recipe; what changed is told."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from configs.errors import UserError
+from pretrain import checks
+from pretrain.checkpoint import latest, save_logical
+from pretrain.checkpoint.folder import INDEX, folder_of, read_meta, write_json
+from pretrain.train import main
+from tests.trainer.runs import plan
+
+
+def checkpoint(run, step=5, **changes):
+    found = plan(run)
+    meta = {
+        "model": checks.to_dict(found.model),
+        "tokenizer_fingerprint": found.shards["len32"].tokenizer_fingerprint,
+        "shards": {name: s.fingerprint for name, s in found.shards.items()},
+        "state": {"optimizer_steps": step},
+        "recipe": checks.to_dict(found.recipe),
+    }
+    import torch
+
+    folder = save_logical(run / "train", {"x": torch.zeros(2)}, {**meta, **changes}, step)
+    write_json(folder / INDEX, {**read_meta(folder), "kinds": ["master", "exp_avg", "exp_avg_sq"]})
+    return folder
+
+
+def test_a_checkpoint_of_something_else_is_refused(run):
+    checkpoint(run)
+    assert plan(run).newest == 5
+    with pytest.raises(UserError, match="holds another model: hidden_size: 32 there, 64 here"):
+        plan(run, "model.hidden_size=64")
+    checkpoint(run, tokenizer_fingerprint="other")
+    with pytest.raises(UserError, match="was trained with tokenizer other"):
+        plan(run)
+    shutil.rmtree(run / "train")
+    checkpoint(run, shards={"len48": "other"})
+    with pytest.raises(UserError, match="shards/len48 with fingerprint other"):
+        plan(run)
+    assert plan(run, "checkpoint.resume=false").newest == 0
+
+
+def test_changes_of_the_recipe_are_told(run):
+    checkpoint(run)
+    assert not plan(run).warnings
+    changes = {
+        "seed=6": "seed: 5 there, 6 now",
+        "optimizer.beta1=0.8": "optimizer.beta1: 0.9 there, 0.8 now",
+        "model.hidden_dropout=0.2": "model.hidden_dropout: 0.1 there, 0.2 now",
+        "train.precision=bf16": "train.precision: fp32 there, bf16 now",
+        "phases.1.schedule.lr=0.005": "phases.1.schedule.lr: 0.004 there, 0.005 now",
+    }
+    for override, said in changes.items():
+        (warning,) = plan(run, override).warnings
+        assert warning == f"changed since step-00000005: {said}"
+    assert not plan(run, "parallel.micro_batch_tokens=128", "checkpoint.keep=1").warnings
+
+
+def test_missing_moments_and_missing_schedule_state_stop_the_run(run):
+    folder = checkpoint(run)
+    meta = read_meta(folder)
+    write_json(folder / INDEX, {**meta, "kinds": ["master"]})
+    with pytest.raises(UserError, match="lacks exp_avg, exp_avg_sq") as caught:
+        plan(run)
+    assert "init_from" in caught.value.remedy
+    write_json(folder / INDEX, {k: v for k, v in meta.items() if k != "state"})
+    with pytest.raises(UserError, match="no optimiser and schedule state"):
+        plan(run)
+
+
+def test_stop_at_below_the_checkpoint_has_nothing_to_do(run):
+    checkpoint(run)
+    assert plan(run, "train.stop_at=5").finished
+    assert not plan(run, "train.stop_at=6").finished
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("train.stop_at=5", "nothing to do: 5 of 5 updates are done; checkpoint: "),
+        ("train.stop_at=1", "nothing to do: 5 updates are done already, train.stop_at is 1;"),
+    ],
+)
+def test_what_is_done_is_said(run, override, said, capsys):
+    checkpoint(run)
+    assert main([str(run / "recipe.yaml"), override]) == 0
+    assert said in capsys.readouterr().out
+
+
+def test_a_cut_newest_checkpoint_is_no_end(run):
+    """Its index alone says that all is done; the weights are not there."""
+    checkpoint(run, 4)
+    folder = checkpoint(run, 5)
+    assert plan(run, "train.stop_at=5").finished
+    file = next(folder.glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-1])
+    found = plan(run, "train.stop_at=5")
+    assert (found.finished, found.newest) == (False, 4)
+
+
+def test_another_tokenizer_than_the_shards_is_refused(run, base, tmp_path):
+    """The exported model would be given it, after days of training."""
+    (run / "shards").unlink()
+    shutil.copytree(base / "shards", run / "shards")
+    (run / "vocab").unlink()
+    (run / "vocab").mkdir()
+    ours, kept = run / "vocab" / "tokenizer.json", run / "shards" / "len48" / "tokenizer.json"
+    kept.write_text('{"model": {"vocab": {"[PAD]": 0, "word": 1}}}')
+    ours.write_text('{"version": "1.0", "model": {"vocab": {"[PAD]": 0, "word": 1}}}')
+    plan(run)  # written another way, and the same
+    for text, message in (
+        ("garbage", "no readable tokenizer"),
+        ('{"model": {"vocab": {"[PAD]": 0, "other": 1}}}', "is not the tokenizer that .*len48"),
+    ):
+        ours.write_text(text)
+        with pytest.raises(UserError, match=message) as caught:
+            plan(run)
+        assert caught.value.remedy.startswith("put the right one back: cp ")
+
+
+def test_weights_of_another_tokenizer_of_the_same_size_are_refused(run, base, tmp_path):
+    """An imported model has no fingerprint; its tokenizer lies beside it."""
+    (run / "shards").unlink()
+    shutil.copytree(base / "shards", run / "shards")
+    words = '{"model": {"vocab": {"[PAD]": 0, "%s": 1}}}'
+    for name in ("len32", "len48"):
+        (run / "shards" / name / "tokenizer.json").write_text(words % "word")
+    (run / "vocab").unlink()
+    (run / "vocab").mkdir()
+    (run / "vocab" / "tokenizer.json").write_text(words % "word")
+    origin = tmp_path / "origin"
+    (origin / "vocab").mkdir(parents=True)
+    import torch
+
+    save_logical(
+        origin / "train", {"x": torch.zeros(2)}, {"model": checks.to_dict(plan(run).model)}
+    )
+    start = f"checkpoint.init_from={origin}"
+    plan(run, start)
+    ours = origin / "vocab" / "tokenizer.json"
+    ours.write_text(words % "word")
+    plan(run, start)
+    ours.write_text(words % "other")
+    with pytest.raises(
+        UserError, match="origin/vocab/tokenizer.json is not the tokenizer that"
+    ) as e:
+        plan(run, start)
+    assert f"vocab.file={ours}" in e.value.remedy
+
+
+def test_a_damaged_index_is_left_to_the_trainer(run):
+    folder = checkpoint(run)
+    (folder / INDEX).write_text("{")
+    assert plan(run).newest == 0
+    assert latest(run / "train") == folder_of(run / "train", 5)
