@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pretrain.kernels.attention import attention
-from pretrain.kernels.plain import LambTable, embedding
+from pretrain.kernels.plain import LambTable
+from pretrain.kernels.triton_embedding import embedding
+from pretrain.kernels.triton_gelu import bias_gelu
 from pretrain.kernels.triton_lamb import lamb_apply, lamb_moments
 from pretrain.kernels.triton_linear import forked_linear, linear, summed_linear
 from pretrain.kernels.triton_loss import linear_cross_entropy
 from pretrain.kernels.triton_pointwise import (
     bias_dropout_add_norm,
-    bias_gelu,
     dropout,
     layer_norm,
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pretrain.kernels.fused import (
     attention,
-    bias_dropout_add_norm,
     dropout,
     embedding,
     lamb_apply,
@@ -12,7 +11,9 @@ from pretrain.kernels.fused import (
     layer_norm,
     linear_cross_entropy,
 )
-from pretrain.kernels.triton_fp8 import bias_gelu, forked_linear, linear, summed_linear
+from pretrain.kernels.triton_fp8 import forked_linear, linear, summed_linear
+from pretrain.kernels.triton_fp8_gelu import bias_gelu
+from pretrain.kernels.triton_fp8_norm import bias_dropout_add_norm
 
 __all__ = [
     "attention",

@@ -65,11 +65,15 @@ def collect(partial: Tensor | None, *parameters: Tensor | None) -> list[Tensor |
     return [None] * len(parameters)
 
 
-def weight_gradient(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
-    """grad^T x, added inside the product where the weight has a `main_grad`."""
+def weight_gradient(weight: Tensor, grad: Tensor, x: Tensor, last: bool = True) -> Tensor | None:
+    """grad^T x, added inside the product where the weight has a `main_grad`.
+
+    last=False: more comes for this weight in the same pass.
+    """
     if not has_main(weight):
         return grad.t() @ x
     main = weight.main_grad  # type: ignore[attr-defined]
     torch.addmm(main, grad.t(), x, out_dtype=torch.float32, out=main)
-    weight.main_grad_arrived()  # type: ignore[attr-defined]
+    if last:
+        weight.main_grad_arrived()  # type: ignore[attr-defined]
     return None

@@ -13,11 +13,40 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from pretrain.kernels.triton_gradients import weight_gradient
 
 PARTS, PART_ROWS = 4, 2048  # a product's sum over ranks leaves in at most 4 parts, none smaller
+
+
+@triton.jit
+def _turn(x, y, n, k, TILE: tl.constexpr):
+    row = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    valid = (row[:, None] < n) & (column[None, :] < k)
+    tile = tl.load(x + row.to(tl.int64)[:, None] * k + column[None, :], mask=valid)
+    valid = (column[:, None] < k) & (row[None, :] < n)
+    tl.store(y + column.to(tl.int64)[:, None] * n + row[None, :], tl.trans(tile), mask=valid)
+
+
+def _turned(weight: Tensor) -> Tensor:
+    """weight [n, k] -> weight^T, contiguous."""
+    (n, k), weight = weight.shape, weight.detach().contiguous()
+    turned = weight.new_empty(k, n)
+    _turn[(triton.cdiv(n, 64), triton.cdiv(k, 64))](weight, turned, n, k, TILE=64, num_warps=4)
+    return turned
+
+
+def _input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
+    """grad weight. A result wider than grad goes through the turned weight: cuBLAS is a sixth
+    faster with the operands of a forward product, turning takes far less."""
+    if weight.shape[1] > weight.shape[0]:
+        return F.linear(grad, _turned(weight))
+    return grad @ weight
 
 
 class _Linear(torch.autograd.Function):
@@ -40,7 +69,9 @@ class _Linear(torch.autograd.Function):
             # It is alike on all ranks of a group: one of them brings it into the sum.
             if ctx.group is not None and ctx.group.rank() > 0:
                 beside = None
-            grad_x = grad @ weight if beside is None else beside.addmm_(grad, weight)
+            grad_x = (
+                _input_gradient(grad, weight) if beside is None else beside.addmm_(grad, weight)
+            )
             if ctx.group is not None:
                 sent = dist.all_reduce(grad_x, group=ctx.group, async_op=True)
         grad_weight = weight_gradient(weight, grad, x) if ctx.needs_input_grad[1] else None
@@ -66,7 +97,7 @@ class _SummedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor):
         x, weight = ctx.saved_tensors
-        grad_x = grad @ weight if ctx.needs_input_grad[0] else None
+        grad_x = _input_gradient(grad, weight) if ctx.needs_input_grad[0] else None
         return grad_x, weight_gradient(weight, grad, x) if ctx.needs_input_grad[1] else None, None
 
 

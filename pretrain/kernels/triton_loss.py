@@ -10,6 +10,8 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from pretrain.kernels.triton_gradients import weight_gradient
+
 
 @triton.jit
 def _row_stats(
@@ -105,7 +107,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 BLOCK=2048,
                 num_warps=4,
             )
-        return grad @ weight, grad.t() @ hidden, grad.sum(0).to(bias.dtype), *(None,) * 5
+        # The weight is the word embeddings', whose own gradient comes last.
+        grad_weight = weight_gradient(weight, grad, hidden, last=False)
+        return grad @ weight, grad_weight, grad.sum(0).to(bias.dtype), *(None,) * 5
 
 
 def linear_cross_entropy(

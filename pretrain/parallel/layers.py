@@ -205,7 +205,8 @@ class VocabularyEmbedding(Embedding):
     def forward(self, ids: Tensor, lookup: Lookup) -> Tensor:
         local = ids - self._start
         outside = (local < 0) | (local >= self.weight.shape[0])
-        x = lookup(local.masked_fill(outside, 0), self.weight)
+        # Any row will do outside, but not one for all: equal ids are summed one after another.
+        x = lookup(local.remainder(self.weight.shape[0]), self.weight)
         x = x.masked_fill(outside[:, None], 0.0)
         if self._sequence:
             return reduce_scatter_tokens(x, self._group)

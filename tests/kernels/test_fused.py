@@ -187,10 +187,39 @@ def test_dropout(dtype):
     )
 
 
+# Few rows; many; runs over many parts; more than 16 bits of ids.
+@pytest.mark.parametrize("rows, used", [(2, 2), (500, 500), (40, 2), (40000, 60)])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_embedding(rows, used, dtype):
+    tokens, hidden = (300, 48) if INTERPRETED else (5000, 1024)
+    ids = torch.randint(rows - used, rows, (tokens,), device=DEVICE)
+    weight = torch.randn(rows, hidden, device=DEVICE)
+    compare("embedding", dtype, [weight], lambda t: {"ids": ids, "weight": t[0]})
+
+
+@pytest.mark.skipif(INTERPRETED, reason="as on a GPU, but slow")
+def test_tied_weight_is_summed_in_its_main_gradient():
+    """Both gradients of the word embeddings arrive as one."""
+    rows, tokens = 100, 70
+    parameter = torch.nn.Parameter(torch.randn(rows, 32, device=DEVICE).bfloat16())
+    parameter.main_grad = torch.ones(rows, 32, device=DEVICE)
+    arrived = []
+    parameter.main_grad_arrived = lambda: arrived.append(1)
+    exact = parameter.detach().double().requires_grad_()
+    ids, labels = torch.randint(0, rows, (2, tokens), device=DEVICE)
+    weights, bias = torch.ones(tokens, device=DEVICE), torch.zeros(rows, device=DEVICE)
+    for k, weight in ((fused, parameter), (plain, exact)):
+        hidden = k.embedding(ids, weight)
+        rest = (bias.to(weight.dtype), labels, weights.to(weight.dtype), 0, rows)
+        k.linear_cross_entropy(hidden, weight, *rest)[0].backward()
+    assert arrived == [1] and parameter.grad is None
+    close(parameter.main_grad - 1, exact.grad, TOLERANCE[torch.bfloat16])
+
+
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("start", [0, 50])
 def test_linear_cross_entropy(dtype, start):
-    positions, hidden, vocab = (5, 16, 64) if INTERPRETED else (300, 256, 5120)
+    positions, hidden, vocab = (35, 16, 64) if INTERPRETED else (300, 256, 5120)
     true_vocab = start + vocab - 7
     x = torch.randn(positions, hidden, device=DEVICE)
     weight, bias = torch.randn(vocab, hidden, device=DEVICE) / 4, torch.randn(vocab, device=DEVICE)
@@ -262,21 +291,21 @@ def test_masks_are_those_of_the_specification(heads, first_head):
 
 
 @pytest.mark.parametrize("dtype", [t for t in TYPES if t != torch.float32] or TYPES)
-@pytest.mark.parametrize("fork", [False, True])
-def test_linear_adds_to_the_main_gradient(dtype, fork):
+@pytest.mark.parametrize("fork, out", [(False, 16), (False, 48), (True, 16)])
+def test_linear_adds_to_the_main_gradient(dtype, fork, out):
     """Weight gradients go into `main_grad`, the residual's into the input's, else as torch's."""
     function = fused.forked_linear if fork else fused.linear
-    x, weight, bias = (torch.randn(*s, device=DEVICE) for s in ((24, 32), (16, 32), (16,)))
+    x, weight, bias = (torch.randn(*s, device=DEVICE) for s in ((24, 32), (out, 32), (out,)))
     parameter = torch.nn.Parameter(weight.to(dtype))
     arrived = []
     if not INTERPRETED:
-        parameter.main_grad = torch.ones(16, 32, device=DEVICE)
+        parameter.main_grad = torch.ones(out, 32, device=DEVICE)
         parameter.main_grad_arrived = lambda: arrived.append(1)
     fast, fast_bias = (t.to(dtype).clone().requires_grad_() for t in (x, bias))
     exact, exact_weight, exact_bias = (
         t.to(dtype).double().requires_grad_() for t in (x, weight, bias)
     )
-    up, beside = torch.randn(24, 16, device=DEVICE), torch.randn(24, 32, device=DEVICE)
+    up, beside = torch.randn(24, out, device=DEVICE), torch.randn(24, 32, device=DEVICE)
     oracle = exact @ exact_weight.t() + exact_bias
     outputs = [(oracle, up), (exact, beside)] if fork else [(oracle, up)]
     sum((a * b.to(dtype).double()).sum() for a, b in outputs).backward()
