@@ -178,18 +178,21 @@ def copy_rate() -> float:
     return 2e-9 * a.numel() * 2 / median_ms(lambda: b.copy_(a), 10)
 
 
+# The first whose mark is in a kernel's name.
 GROUPS = (
+    (
+        "GEMM",
+        ("gemm", "nvjet", "cutlass", "xmma", "Kernel2", "cublas", "splitK", "_weight_gradient8"),
+    ),
+    ("norm, GELU, dropout", ("_norm_forward", "_norm_backward", "_gelu", "_dropout", "triton")),
     ("attention", ("attention_", "flash", "fmha", "cudnn")),
     ("loss", ("_row_stats", "_gradient")),
     ("optimiser", ("_moments", "_apply", "_reduce", "multi_tensor", "norm_kernel", "LpNorm")),
-    ("GEMM", ("gemm", "nvjet", "cutlass", "xmma", "Kernel2", "cublas", "splitK")),
-    ("norm, GELU, dropout", ("_norm_", "_gelu_", "_dropout", "triton")),
+    ("8-bit rounding", ("_quantise", "_across")),
 )
 
 
 def group_of(kernel: str) -> str:
-    if kernel.startswith(("_norm_", "_gelu_")):
-        return "norm, GELU, dropout"
     for group, marks in GROUPS:
         if any(mark in kernel for mark in marks):
             return group

@@ -1,16 +1,15 @@
 """transformers' BertForPreTraining as people train it, for bench.step: bf16 autocast, fused AdamW.
 
-    python -m bench.hf LENGTH MASKED eager,compiled     started by bench.step
+    python -m bench.hf LENGTH MASKED KIND     started by bench.step
 
-Each length has a process of its own. Compiling a whole BERT-large takes one to two minutes of CPU
-and no GPU, so both lengths compile side by side, at low priority, while bench.step measures other
+Kinds: eager; compiled, as it comes; `compiled, no mask`, the same where transformers is new enough.
+Each length and kind has a process of its own. Compiling a whole BERT-large takes one to two minutes
+of CPU and no GPU, so all compile side by side, at low priority, while bench.step measures other
 things; then each waits for its turn on the card.
 """
 
 from __future__ import annotations
 
-import functools
-import gc
 import json
 import os
 import queue
@@ -26,13 +25,18 @@ import torch
 from bench import harness as h
 from configs.model import ModelConfig
 
+KINDS = ("compiled, no mask", "compiled", "eager")
 
-def build(config: ModelConfig, device: str) -> Any:
+
+def build(config: ModelConfig, device: str, kind: str) -> Any:
     """The model in training mode, fp32 weights.
 
-    Rows are dense, so no mask is wanted. With transformers' `sdpa` there is none in eager mode, but while
-    compiling it always makes one (5.17: `is_tracing` in its masking_utils), and a mask keeps torch
-    from flash attention. An attention function registered under a name of its own gets no mask.
+    Rows are dense, so no mask is wanted, and one keeps torch from flash attention. transformers 5.24
+    makes none; 5.17 does, while it is compiled (`is_tracing` in its masking_utils), unless the attention
+    function is registered under a name of its own.
+
+    Args:
+        kind: one of KINDS.
     """
     from transformers import AttentionInterface, BertConfig, BertForPreTraining
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -44,7 +48,7 @@ def build(config: ModelConfig, device: str) -> Any:
         num_hidden_layers=config.num_layers,
         num_attention_heads=config.num_heads,
         intermediate_size=config.intermediate_size,
-        attn_implementation="sdpa_dense",
+        attn_implementation="sdpa_dense" if kind == "compiled, no mask" else "sdpa",
     )
     with torch.device(device):
         return BertForPreTraining(shape).train()
@@ -95,37 +99,33 @@ def measure(model: Any, run: Any, data: dict[str, torch.Tensor]) -> tuple[float,
     return ms, torch.cuda.max_memory_allocated()
 
 
-@functools.cache
 def turn() -> None:
-    """Waits, the first time, until bench.step says that the card is free."""
+    """Waits until bench.step says that the card is free."""
     sys.stdin.readline()
 
 
 def main() -> None:
     os.nice(10)
-    length, masked = map(int, sys.argv[1:3])
-    for kind in sorted(sys.argv[3].split(",")):  # compiled first, ahead of the turn
-        model = build(h.large(), "cuda")
-        data = inputs(length, masked, 32768, "cuda")
-        print("built", flush=True)
-        if kind == "eager":
-            turn()
-        run = compiled(model, turn) if kind == "compiled" else model
-        torch.cuda.reset_peak_memory_stats()
-        ms, memory = measure(model, run, data)
-        h.emit({"what": f"HF {kind}", "ms": ms, "memory": memory})
-        del model, run, data
-        torch._dynamo.reset()
-        gc.collect()
-        torch.cuda.empty_cache()
+    length, masked, kind = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    model = build(h.large(), "cuda", kind)
+    data = inputs(length, masked, 32768, "cuda")
+    print("built", flush=True)
+    if kind == "eager":
+        turn()
+        run = model
+    else:
+        run = compiled(model, turn)
+    torch.cuda.reset_peak_memory_stats()
+    ms, memory = measure(model, run, data)
+    h.emit({"ms": ms, "memory": memory})
 
 
 class Apart:
-    """The process of one length, which prepares itself and waits for its turn."""
+    """The process of one length and kind, which prepares itself and waits for its turn."""
 
-    def __init__(self, length: int, masked: int, kinds: list[str]) -> None:
-        self.length = length
-        command = [sys.executable, "-m", "bench.hf", str(length), str(masked), ",".join(kinds)]
+    def __init__(self, length: int, masked: int, kind: str) -> None:
+        self.length, self.kind = length, kind
+        command = [sys.executable, "-m", "bench.hf", str(length), str(masked), kind]
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
         self.lines: queue.Queue[str] = queue.Queue()
@@ -141,10 +141,9 @@ class Apart:
         while (line := self.lines.get()) and line != "built\n":
             pass
 
-    def results(self, limit_s: float) -> dict[str, tuple[float, float]]:
-        """{"HF eager" and "HF compiled": (ms a step, peak bytes)} of those done within the limit,
-        which counts from now."""
-        found, end = {}, time.time() + limit_s
+    def result(self, limit_s: float) -> tuple[float, float] | None:
+        """(ms a step, peak bytes); None if it has failed or takes longer than limit_s from now."""
+        found, end = None, time.time() + limit_s
         try:
             assert self.process.stdin is not None
             self.process.stdin.write("go\n")
@@ -152,11 +151,14 @@ class Apart:
             while line := self.lines.get(timeout=max(0.1, end - time.time())):
                 if line.startswith("{"):
                     got = json.loads(line)
-                    found[got["what"]] = (got["ms"], got["memory"])
+                    found = (got["ms"], got["memory"])
+                    break
+            else:
+                print(f"HF {self.kind} at {self.length}: ended without a result", flush=True)
         except queue.Empty:
-            print(f"HF at {self.length}: stopped after {limit_s:.0f} s", flush=True)
+            print(f"HF {self.kind} at {self.length}: stopped after {limit_s:.0f} s", flush=True)
         except BrokenPipeError:
-            print(f"HF at {self.length}: ended before its turn", flush=True)
+            print(f"HF {self.kind} at {self.length}: ended before its turn", flush=True)
         self.close()
         return found
 

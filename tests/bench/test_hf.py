@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch.nn import functional as F
 
@@ -12,15 +11,10 @@ from bench import hf
 from configs.model import ModelConfig, resolve_model
 
 
-@pytest.fixture
-def tiny():
+def test_attention_gets_no_mask_when_compiled():
+    """With one, torch cannot take flash attention."""
     config = resolve_model(ModelConfig(preset="bert-tiny", vocab_size=30522, num_layers=1))
-    return hf.build(config, "cpu"), hf.inputs(32, 4, 128, "cpu")
-
-
-def test_attention_gets_no_mask_when_compiled(tiny):
-    """Or torch could not take flash attention: the baseline would be slower than people's."""
-    model, data = tiny
+    model, data = hf.build(config, "cpu", "compiled, no mask"), hf.inputs(32, 4, 128, "cpu")
     masks: list[Any] = []
 
     def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
@@ -36,13 +30,17 @@ def test_attention_gets_no_mask_when_compiled(tiny):
 
 def test_a_process_that_fails_or_is_slow_gives_what_it_has(tmp_path, monkeypatch):
     script = tmp_path / "python"
-    result = '{"what": "HF compiled", "ms": 5.0, "memory": 7}'
     monkeypatch.setattr(hf.sys, "executable", str(script))
-    for ending, expected in (("sleep 60", {"HF compiled": (5.0, 7)}), ("exit 1", None)):
-        lines = f"echo noise; echo built; read go; echo '{result}'; {ending}"
-        script.write_text(f"#!/bin/sh\n{lines if expected else ending}\n")
+    result = """echo '{"ms": 5.0, "memory": 7}'"""
+    for lines, expected in (
+        (f"echo noise; echo built; read go; {result}; sleep 60", (5.0, 7)),
+        ("echo built; read go; sleep 60", None),
+        ("echo built; read go; exit 1", None),
+        ("exit 1", None),
+    ):
+        script.write_text(f"#!/bin/sh\n{lines}\n")
         script.chmod(0o755)
-        rival = hf.Apart(128, 20, ["compiled"])
+        rival = hf.Apart(128, 20, "compiled")
         rival.built()
-        assert rival.results(1) == (expected or {})
+        assert rival.result(1) == expected
         assert rival.process.returncode is not None
