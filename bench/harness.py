@@ -63,6 +63,7 @@ def fixed_rows(
         tokens=tokens,
         rows=rows,
         masked=rows * masked,
+        labelled=rows,
         sum_squared_lengths=rows * length * length,
     )
     return micro.map(lambda t: t.to(device))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from configs.errors import UserError
 from configs.model import ModelConfig
 
-PAIR_OBJECTIVES = ("nsp", "sop")  # rows of two segments and a label
+PAIR_OBJECTIVES = ("nsp", "sop")  # rows of two segments and a label (shards.*.single_prob: not all)
 OBJECTIVES = (*PAIR_OBJECTIVES, "full-sentences", "doc-sentences", "single")
 ONE_SIDED = 0.95  # share of one label from which a head learns little else than to answer it
 
@@ -30,12 +30,14 @@ def check_objective(model: ModelConfig, name: str, objective: str) -> None:
 
 
 def one_sided(labels: Sequence[int]) -> str:
-    """What is wrong with rows of these labels ([B follows A, B is random]); "" if nothing is."""
+    """What is wrong with pairs of these labels ([B follows A, B is random]); "" if nothing is."""
     rows = sum(labels)
+    if not rows:
+        return "no row has two segments"
     if max(labels) <= ONE_SIDED * rows:
         return ""
     kind = "B follows A" if labels[0] > labels[1] else "B does not follow A"
-    return f"{kind} in {max(labels):,} of {rows:,} rows"
+    return f"{kind} in {max(labels):,} of {rows:,} pairs"
 
 
 def balance_remedy(name: str, labels: Sequence[int]) -> str:
@@ -54,12 +56,12 @@ def check_labels(model: ModelConfig, name: str, labels: Sequence[int]) -> list[s
     """Notes of a set of pairs whose labels are nearly all the same.
 
     Raises:
-        UserError: model.nsp_head is on and they are all the same: as with rows that have none.
+        UserError: model.nsp_head is on and they are all the same, or there are none.
     """
     wrong = one_sided(labels) if model.nsp_head else ""
     if wrong and not min(labels):
         raise UserError(
-            f"shards.{name} has one next-sentence label ({wrong}), and model.nsp_head=true would "
+            f"shards.{name} lacks a next-sentence label ({wrong}), and model.nsp_head=true would "
             "learn one constant answer from it",
             balance_remedy(name, labels),
         )

@@ -24,6 +24,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "shards.*.max_length": (8, 65535),  # lengths are uint16 in a shard
     "shards.*.dupe_factor": (1, _ANY),
     "shards.*.short_seq_prob": _SHARE,
+    "shards.*.single_prob": (0, 0.999),
     "shards.*.mask_cap": (0, _ANY),
     "prep.held_out": (0, 0.999),
     "prep.workers": (0, _ANY),

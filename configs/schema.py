@@ -69,6 +69,8 @@ class ShardsConfig:
     objective: str = "nsp"
     dupe_factor: int = 1  # passes over the corpus with fresh draws
     short_seq_prob: float = 0.1  # per document, as published with BERT
+    # Per document, among the pairs of `nsp` and `sop`: rows as doc-sentences, which have no label.
+    single_prob: float = 0.0
     mask_cap: int = 0  # predictions a row at most; 0 = ceil(0.15 x max_length)
     static_masks: bool = False  # write masks into the shard instead of drawing them in training
 

@@ -64,8 +64,10 @@ def overview(shards: Shards) -> str:
         f"{shards.mask_cap} predictions a row, masks {'static' if index['static_masks'] else 'drawn in training'}",
     ]
     if shards.objective in MEANING:
-        meaning = MEANING[shards.objective]
-        lines.append("  " + ", ".join(f"{n:,} x {m}" for n, m in zip(index["labels"], meaning)))
+        kinds = list(zip(index["labels"], MEANING[shards.objective]))
+        if singles := index["rows"] - sum(index["labels"]):
+            kinds.append((singles, "one segment"))
+        lines.append("  " + ", ".join(f"{n:,} x {m}" for n, m in kinds))
     for source in index["sources"]:
         lines.append(
             f"  from {source['name']}: {source['documents_trained_on']:,} documents, "
@@ -87,7 +89,7 @@ def show(
     part = int(shards.part_of(np.array([number]))[0])
     lines = [f"\nrow {number}: {len(tokens)} tokens, in {shards.index['parts'][part]['file']}"]
     start_b = int(rows.segment_b[position])
-    if shards.objective in MEANING:
+    if shards.objective in MEANING and start_b:
         label = int(rows.next_sentence_label[position])
         lines[0] += f", label {label}: {MEANING[shards.objective][label]}"
     spans = [("A", 0, start_b), ("B", start_b, len(tokens))] if start_b else [(" ", 0, len(tokens))]

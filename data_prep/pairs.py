@@ -70,24 +70,30 @@ def plan_rows(
     max_length: int,
     short_seq_prob: float,
     plan: Plan,
+    single_prob: float = 0.0,
 ) -> None:
     """Adds one pass over the documents `chosen` to `plan`.
 
+    single_prob: the chance of a document that its rows are doc-sentences, whatever the objective
+        (not with full-sentences).
     rng_of: the random numbers of a document in this pass, a function of the document alone, so
         that its rows do not depend on who builds them or on what was built before.
     """
     if objective == "full-sentences":
         _full_sentences(pool, chosen, rng_of, max_length - 2, plan)
         return
-    make = {"nsp": _nsp, "sop": _sop, "doc-sentences": _doc_sentences, "single": _single}[objective]
-    room = max_length - (3 if objective in PAIR_OBJECTIVES else 2)
+    make = {"nsp": _nsp, "sop": _sop, "doc-sentences": _doc_sentences, "single": _single}
     for document in chosen:
         rng = rng_of(document)
+        kind = objective
+        if single_prob and rng.random() < single_prob:
+            kind = "doc-sentences"
+        room = max_length - (3 if kind in PAIR_OBJECTIVES else 2)
         target = room
         if rng.random() < short_seq_prob:
             target = 2 + int(rng.random() * (room - 1))  # 2..room
             plan.counts["short documents"] += 1
-        make(pool, document, rng, room, target, plan)
+        make[kind](pool, document, rng, room, target, plan)
 
 
 def _nsp(pool: Pool, document: int, rng: Random, room: int, target: int, plan: Plan) -> None:
@@ -284,7 +290,8 @@ def assemble(
     out[offsets[:-1]] = cls
     out[ragged_index(piece_ends[:-1] + row_of + 1, lengths)] = tokens[ragged_index(starts, lengths)]
     segment_b = np.zeros(len(order), np.int64)
-    if pairs:
-        segment_b = lengths[0::2] + 2
+    if pairs:  # rows of two pieces; those of one have no B
+        two = pieces[order] == 2
+        segment_b[two] = lengths[offsets_of(pieces[order])[:-1][two]] + 2
     labels = np.frombuffer(plan.labels, np.int8) if len(plan) else np.zeros(0, np.int8)
     return Rows(out, offsets, segment_b, labels[order])

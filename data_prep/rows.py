@@ -86,8 +86,9 @@ def build_group(context: SetContext, group: Group) -> dict[str, Any]:
             return Random(blake2b(text.encode(), digest_size=16).digest())
 
         plan_rows(
-            pool, chosen, rng_of, shards.objective, shards.max_length, shards.short_seq_prob, plan
-        )
+            pool, chosen, rng_of, shards.objective, shards.max_length, shards.short_seq_prob, plan,
+            shards.single_prob,
+        )  # fmt: skip
     keys = _row_keys(context.seed, group, len(plan))
     order = np.argsort(keys, kind="stable")
     pairs = shards.objective in PAIR_OBJECTIVES
@@ -108,7 +109,6 @@ def build_group(context: SetContext, group: Group) -> dict[str, Any]:
     meta = {
         "rows": len(rows),
         "tokens": int(lengths.sum()),
-        "labels": np.bincount(rows.next_sentence_label, minlength=2)[:2].tolist(),
         "documents": len(pool.documents),
         "counts": {k: v for k, v in sorted(counts.items()) if v},
     }

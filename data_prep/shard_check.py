@@ -111,7 +111,7 @@ def _check_part(
 ) -> Iterator[str]:
     """Rows against the format's rules and the index's numbers; one line for each rule broken."""
     rows = tokens = 0
-    labels = np.zeros(2, np.int64)
+    labels = np.zeros(2, np.int64)  # of rows of two segments
     broken: dict[str, int] = {}
     with pa.memory_map(str(path)) as file, pa.ipc.open_stream(file) as stream:
         if not stream.schema.equals(layout.schema()):
@@ -133,16 +133,19 @@ def _check_part(
                 same = known[rows : rows + len(lengths)]
                 if len(same) != len(lengths) or not np.array_equal(same, lengths):
                     broken.setdefault(f"row lengths differ from {LENGTHS}", rows)
-            labels += np.bincount(batch.column(2).to_numpy(), minlength=2)[:2]
+            of_pairs = batch.column(2).to_numpy()[batch.column(1).to_numpy() > 0]
+            labels += np.bincount(of_pairs, minlength=2)[:2]
             rows += batch.num_rows
             tokens += int(lengths.sum())
     for rule, row in broken.items():
         yield f"{rule} (first in row {row})"
-    for what, seen, wanted in (
+    found: list[tuple[str, Any, Any]] = [
         ("rows", rows, entry["rows"]),
         ("tokens", tokens, entry["tokens"]),
-        ("rows by label", labels.tolist(), entry.get("labels")),
-    ):
+    ]
+    if index["objective"] in PAIR_OBJECTIVES:
+        found.append(("pairs by label", labels.tolist(), entry.get("labels")))
+    for what, seen, wanted in found:
         if seen != wanted:
             yield f"{seen} {what}, {INDEX} says {wanted}"
 
@@ -185,9 +188,12 @@ def _check_rows(batch: pa.RecordBatch, index: dict[str, Any]) -> Iterator[tuple[
     ]
     pairs = index["objective"] in PAIR_OBJECTIVES
     if pairs:
-        rules.append(("a pair without a second segment", segment_b < 3))
+        mixed = index["settings"].get("shards", {}).get("single_prob", 0) > 0
+        alone = (segment_b == 0) & mixed
+        rules.append(("a pair without a second segment", (segment_b < 3) & ~alone))
         before = values[offsets[:-1] + np.maximum(segment_b, 1) - 1]
-        rules.append(("no [SEP] before the second segment", before != special["sep"]))
+        rules.append(("no [SEP] before the second segment", (before != special["sep"]) & ~alone))
+        rules.append(("a label without a second segment", alone & (label != 0)))
     else:
         rules.append(("a second segment where none belongs", segment_b != 0))
     for rule, bad in rules:

@@ -138,7 +138,8 @@ def write_part(
                 stream.write_batch(pa.RecordBatch.from_arrays(batch.columns, schema=schema))
 
     publish(path, write)
-    labels = np.bincount(rows.next_sentence_label[order], minlength=2)
+    pairs = order[rows.segment_b[order] > 0]  # a single segment has no label
+    labels = np.bincount(rows.next_sentence_label[pairs], minlength=2)
     return {
         "file": path.name,
         "rows": len(order),

@@ -9,7 +9,7 @@ A shard folder holds
 
 Columns: input_ids (list of uint16, or int32 for 65,536 ids and more) = [CLS] A [SEP] B [SEP];
 segment_b (start of B, 0 = one segment); next_sentence_label (0 = B follows A; for `sop` 0 = in
-order); with static masks masked_positions and masked_labels.
+order; of one segment 0, without meaning); with static masks masked_positions and masked_labels.
 """
 
 from __future__ import annotations

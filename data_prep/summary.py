@@ -18,10 +18,10 @@ def report(folder: Path) -> None:
     """Prints the summary of a shard folder, notes last."""
     index = read_index(folder)
     full = index["tokens"] / max(1, index["rows"] * index["max_length"])
-    labels = index["labels"]
+    labels, pairs = index["labels"], index["objective"] in PAIR_OBJECTIVES
     say(
         f"{folder}: {index['rows']:,} rows, {index['tokens']:,} tokens in {len(index['parts'])} parts,"
-        f" {100 * full:.0f}% full, labels {labels[0]:,} / {labels[1]:,}"
+        f" {100 * full:.0f}% full" + (_labels(index["rows"], labels) if pairs else "")
     )
     for source in index["sources"]:
         say(_source(source))
@@ -38,12 +38,17 @@ def report(folder: Path) -> None:
                 f" tokens of {source['name']} ({words})\n  -> train one on this text"
                 " (vocab.file=''), or give one of its language as vocab.file, in another work_dir"
             )
-    wrong = one_sided(labels) if index["objective"] in PAIR_OBJECTIVES else ""
+    wrong = one_sided(labels) if pairs else ""
     if wrong:
         say(
             f"note: {folder.name}: {wrong}, so that a next-sentence head would learn one answer"
             f"\n  -> {balance_remedy(folder.name, labels)}"
         )
+
+
+def _labels(rows: int, labels: list[int]) -> str:
+    alone = rows - sum(labels)
+    return f", labels {labels[0]:,} / {labels[1]:,}" + (f", {alone:,} without" if alone else "")
 
 
 def _source(source: dict[str, Any]) -> str:

@@ -77,11 +77,11 @@ class Evaluator:
 
     def run(self, model: Scored) -> dict[str, float]:
         """mlm_loss (nats a predicted token), mlm_accuracy, mlm_perplexity (exp of the loss, at the masking
-        rate of `masking`: not the pseudo-perplexity), nsp_loss (nats a row),
+        rate of `masking`: not the pseudo-perplexity), nsp_loss (nats a row of two segments),
         nsp_accuracy, rows, tokens, masked; unigram_loss if asked for. Without dropout; leaves the
         model in the mode it was in. A collective over `group`.
         """
-        sums = torch.zeros(8, dtype=torch.float64, device=self.device)
+        sums = torch.zeros(9, dtype=torch.float64, device=self.device)
         was_training = model.training
         model.train(False)
         try:
@@ -90,21 +90,21 @@ class Evaluator:
                     guess = self._unigram_sum(micro)
                     out = model(micro.map(lambda t: t.to(self.device)))
                     scores = torch.stack([torch.as_tensor(x).double() for x in out[:4]])
-                    counts = (micro.masked, micro.rows, micro.tokens, guess)
+                    counts = (micro.masked, micro.rows, micro.tokens, guess, micro.labelled)
                     sums[:4] += scores.to(sums.device)
                     sums[4:] += torch.tensor(counts, dtype=torch.float64, device=self.device)
         finally:
             model.train(was_training)
         if self.dp > 1:
             torch.distributed.all_reduce(sums, group=self.group)
-        mlm, nsp, mlm_right, nsp_right, masked, rows, tokens, guess = sums.tolist()
+        mlm, nsp, mlm_right, nsp_right, masked, rows, tokens, guess, labelled = sums.tolist()
         loss = mlm / max(masked, 1)
         result = {
             "mlm_loss": loss,
             "mlm_accuracy": mlm_right / max(masked, 1),
             "mlm_perplexity": math.exp(min(loss, 700.0)),
-            "nsp_loss": nsp / max(rows, 1),
-            "nsp_accuracy": nsp_right / max(rows, 1),
+            "nsp_loss": nsp / max(labelled, 1),
+            "nsp_accuracy": nsp_right / max(labelled, 1),
             "rows": int(rows),
             "tokens": int(tokens),
             "masked": int(masked),

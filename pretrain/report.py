@@ -27,7 +27,7 @@ _PLOTS = [
     ("Loss in training", "nats", "train", ["loss"]),
     ("Masked tokens: loss", "nats a token", "both", ["mlm_loss"]),
     ("Masked tokens: accuracy", "share", "both", ["mlm_accuracy"]),
-    ("Next sentence: loss", "nats a row", "both", ["nsp_loss"]),
+    ("Next sentence: loss", "nats a pair", "both", ["nsp_loss"]),
     ("Next sentence: accuracy", "share", "both", ["nsp_accuracy"]),
     ("Learning rate", "", "train", ["lr"]),
     ("Gradient norm", "", "train", ["grad_norm"]),

@@ -158,23 +158,28 @@ class Trainer:
 
     def agree(self, sums: Tensor, batch: GlobalBatch, grad_norm: Tensor) -> dict[str, float]:
         """Losses and accuracies of the whole global batch, whether any rank was told to stop, and
-        the time spent: one small collective and one transfer to the host an update."""
+        the time spent: one small collective and one transfer to the host an update.
+
+        nsp_loss and nsp_accuracy are of rows that have a label. In the loss their sum counts over
+        all rows, so that single segments among pairs lower its weight.
+        """
         clock = self.budget.clock if self.plan.rank == 0 else 0.0
-        more = torch.tensor([bool(self.stop.received), clock], dtype=torch.float64)
+        labelled = sum(micro.labelled for micro in batch.micros)
+        more = torch.tensor([bool(self.stop.received), clock, labelled], dtype=torch.float64)
         vector = torch.cat([sums.double(), more.to(sums.device)])
         if self.plan.world > 1:
             dist.all_reduce(vector)
         vector = torch.cat([vector, grad_norm.double().view(1)])  # equal on all ranks already
-        mlm, nsp, mlm_right, nsp_right, told, self.budget.spent, norm = vector.tolist()
+        mlm, nsp, mlm_right, nsp_right, told, self.budget.spent, with_label, norm = vector.tolist()
         self.stopping = told > 0
         # Tensor-parallel ranks hold equal sums, so the world's sum has each one tp times.
         masked, rows = batch.masked_total * self.plan.tp, batch.rows_total * self.plan.tp
         return {
             "loss": mlm / masked + nsp / rows,
             "mlm_loss": mlm / masked,
-            "nsp_loss": nsp / rows,
+            "nsp_loss": nsp / max(with_label, 1),
             "mlm_accuracy": mlm_right / masked,
-            "nsp_accuracy": nsp_right / rows,
+            "nsp_accuracy": nsp_right / max(with_label, 1),
             "grad_norm": norm,
         }
 

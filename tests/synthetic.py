@@ -22,11 +22,13 @@ def make_rows(
     vocab_size: int,
     pairs: bool = True,
     static_masks: bool = False,
+    single: float = 0.0,
 ) -> Rows:
     """Random rows [CLS] A [SEP] B [SEP]; 70% nearly full, the rest of any length.
 
     Tokens follow each other (id + 1, wrapping) half of the time, so that a model can learn
-    something from them. With `pairs` False: [CLS] A [SEP], segment_b 0, label 0.
+    something from them. With `pairs` False: [CLS] A [SEP], segment_b 0, label 0; so is a share
+    `single` of the pairs.
     """
     shortest = 5 if pairs else 3
     lengths = np.where(
@@ -46,8 +48,12 @@ def make_rows(
     labels = np.zeros(rows, np.int64)
     if pairs:
         segment_b = 3 + (rng.random(rows) * (lengths - 4)).astype(np.int64)
-        tokens[offsets[:-1] + segment_b - 1] = SPECIAL_IDS["sep"]
         labels = rng.integers(0, 2, rows)
+        if single:
+            segment_b[rng.random(rows) < single] = 0
+            labels[segment_b == 0] = 0
+        has_b = segment_b > 0
+        tokens[(offsets[:-1] + segment_b - 1)[has_b]] = SPECIAL_IDS["sep"]
     out = Rows(tokens.astype(np.int32), offsets, segment_b, labels)
     if static_masks:
         positions = [[1] if n < 10 else [1, 3] for n in lengths]
@@ -70,6 +76,7 @@ def make_shards(
     pairs: bool = True,
     held_out_rows: int = 64,
     static_masks: bool = False,
+    single: float = 0.0,
 ) -> Path:
     """A complete shard folder (with held-out/ inside) of random rows; returns the folder.
 
@@ -82,7 +89,8 @@ def make_shards(
     meta = {
         "objective": "nsp" if pairs else "single",
         "mask_cap": math.ceil(0.15 * max_length),
-        "settings": {"seed": seed, "synthetic": True},
+        "settings": {"seed": seed, "synthetic": True}
+        | ({"shards": {"single_prob": single}} if single else {}),
         "tokenizer": {
             "kind": "wordpiece",
             "vocab_size": vocab_size,
@@ -99,7 +107,9 @@ def make_shards(
             continue
         sizes = [count // pieces + (k < count % pieces) for k in range(pieces)]
         batches = [
-            make_rows(rng, n, max_length, vocab_size, pairs, static_masks) for n in sizes if n
+            make_rows(rng, n, max_length, vocab_size, pairs, static_masks, single)
+            for n in sizes
+            if n
         ]
         stamp = f"synthetic-{seed}"
         write_folder(

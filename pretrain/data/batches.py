@@ -38,11 +38,12 @@ class MicroBatch:
     masked_weights: torch.Tensor  # float32 [M], 0 = padding
     first_positions: torch.Tensor  # int64 [N], into T
     next_sentence_labels: torch.Tensor  # int64 [N], 0 = B follows A
-    row_weights: torch.Tensor  # float32 [N], 0 = padding
+    row_weights: torch.Tensor  # float32 [N], of the label; 0 = padding, or a row of one segment
     max_length: int
     tokens: int  # real ones
     rows: int
     masked: int
+    labelled: int  # rows of two segments
     sum_squared_lengths: int
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -100,7 +101,8 @@ class BatchBuilder:
         spans = np.diff(cu)
         row_of = np.repeat(np.arange(len(spans)), spans)
         position = np.arange(plan.tokens) - cu[row_of]
-        segment_b = np.where(read.segment_b > 0, read.segment_b, self.shards.max_length + 1)
+        pairs = read.segment_b > 0
+        segment_b = np.where(pairs, read.segment_b, self.shards.max_length + 1)
         types = np.zeros(plan.tokens, np.int64)
         types[:real] = position[:real] >= segment_b[row_of[:real]]
         keys = np.zeros(plan.tokens, np.int32)
@@ -121,11 +123,12 @@ class BatchBuilder:
             masked_weights=_weights(m, plan.masked),
             first_positions=_padded(read.offsets[:-1], plan.rows),
             next_sentence_labels=_padded(read.next_sentence_label, plan.rows),
-            row_weights=_weights(n, plan.rows),
+            row_weights=_padded(pairs, plan.rows).float(),
             max_length=self.shards.max_length,
             tokens=real,
             rows=n,
             masked=m,
+            labelled=int(pairs.sum()),
             sum_squared_lengths=int((lengths**2).sum()),
         )
 

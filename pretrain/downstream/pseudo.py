@@ -171,5 +171,6 @@ def uniform_rows(ids: torch.Tensor, types: torch.Tensor | None = None) -> MicroB
         tokens=n * length,
         rows=n,
         masked=0,
+        labelled=0,
         sum_squared_lengths=n * length * length,
     )

@@ -19,7 +19,7 @@ import data_prep.rows
 from configs import UserError
 from data_prep.groups import Share, join_units
 from data_prep.shard_index import read_index
-from data_prep.shards import Shards, held_out, open_shards
+from data_prep.shards import Rows, Shards, held_out, open_shards
 from tests.data_prep.corpus import (
     LETTERS,
     SPECIAL,
@@ -35,6 +35,10 @@ from tests.synthetic import open_checked
 def row_set(shards: Shards) -> list[bytes]:
     rows = shards.rows(np.arange(shards.num_rows))
     return sorted(rows.tokens[a:b].tobytes() for a, b in zip(rows.offsets[:-1], rows.offsets[1:]))
+
+
+def as_lists(rows: Rows) -> list[list[int]]:
+    return [rows.tokens[a:b].tolist() for a, b in zip(rows.offsets[:-1], rows.offsets[1:])]
 
 
 def test_whole_build(tmp_path: Path, small_units: None) -> None:
@@ -86,6 +90,25 @@ def test_objectives_lengths_and_several_sets(tmp_path: Path) -> None:
         pairs = name.startswith(("nsp", "sop"))
         assert (shards.rows(np.arange(20)).segment_b > 0).all() == pairs
         assert len(set(row_set(shards))) > 0.6 * shards.num_rows  # fresh draws in the second pass
+
+
+def test_single_segments_among_pairs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The labels that a set tells of are those of its pairs."""
+    body = "shards: {s: {max_length: 48, single_prob: 0.6, static_masks: true}}\n"
+    recipe = recipe_file(tmp_path, write_texts(tmp_path / "text", files=40), body)
+    folder = build(recipe)
+    said = capsys.readouterr().out
+    for shards in (open_checked(folder / "s"), held_out(folder / "s")):
+        rows = shards.rows(np.arange(shards.num_rows))
+        pairs = rows.segment_b > 0
+        assert 0 < pairs.sum() < shards.num_rows and not rows.next_sentence_label[~pairs].any()
+        labels = np.bincount(rows.next_sentence_label[pairs], minlength=2).tolist()
+        assert shards.index["labels"] == labels
+        seps = [row.count(SPECIAL.index("[SEP]")) for row in as_lists(rows)]
+        assert np.array_equal(seps, 1 + pairs)
+    index = read_index(folder / "s")
+    alone = index["rows"] - sum(index["labels"])
+    assert f"labels {index['labels'][0]} / {index['labels'][1]}, {alone} without" in said
 
 
 def test_static_masks(tmp_path: Path) -> None:
@@ -230,9 +253,9 @@ def test_b09_counts_are_reported_for_a_single_document(
 @pytest.mark.parametrize(
     ("files", "length", "objective", "said"),
     [
-        (1, 64, "nsp", r"B follows A in {0} of {0} rows"),
+        (1, 64, "nsp", r"B follows A in {0} of {0} pairs"),
         (1, 64, "full-sentences", ""),
-        (20, 8, "nsp", r"B does not follow A in \d+ of {0} rows"),
+        (20, 8, "nsp", r"B does not follow A in \d+ of {0} pairs"),
         (20, 64, "nsp", ""),
     ],
 )
@@ -302,6 +325,8 @@ def test_b15_mask_cap(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         ("shards.len64.objective=nps", "objective='nps'"),
         ("shards.len64.dupe_factor=0", "dupe_factor=0"),
         ("shards.len64.short_seq_prob=2", "short_seq_prob=2"),
+        ("shards.len64.single_prob=1", "single_prob=1"),
+        ("shards.len64={single_prob: 0.5, objective: single}", "len64.single_prob=0.5"),
         ("shards.len64.mask_cap=64", "mask_cap=64"),
         ("prep.held_out=1", r"held_out=1"),
         ("prep.part_mb=0", "part_mb=0"),

@@ -9,17 +9,24 @@ import sys
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from configs import UserError
 from data_prep import audit, inspect, sample, vocab
+from data_prep.shard_index import read_index
+from data_prep.shards import open_shards
 from tests.data_prep.corpus import build, recipe_file, run, write_texts
 
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.mktemp("commands")
-    body = "shards: {pairs: {max_length: 64, static_masks: true}, plain: {max_length: 64, objective: single}}\n"
+    body = (
+        "shards:\n  pairs: {max_length: 64, static_masks: true}\n"
+        "  plain: {max_length: 64, objective: single}\n"
+        "  mixed: {max_length: 64, objective: sop, single_prob: 0.5, dupe_factor: 3}\n"
+    )
     text = write_texts(base / "text", files=30)
     (text / "odd.txt").write_text("The 漢 stone fell. Then 漢 again.\n")
     return build(recipe_file(base, text, body))
@@ -82,6 +89,13 @@ def test_inspect_shows_segments_label_and_masks(
     inspect.main([str(shards / "plain"), "--row", "0", "3", "--held-out"])
     said = capsys.readouterr().out
     assert said.count("[CLS]") == 2 and "held-out" in said and "masks drawn in training" in said
+    mixed = open_shards(shards / "mixed")
+    starts = mixed.rows(np.arange(mixed.num_rows)).segment_b
+    alone, pair = int(np.argmin(starts)), int(np.argmax(starts))
+    inspect.main([str(shards / "mixed"), "--row", str(alone), str(pair)])
+    said = capsys.readouterr().out
+    assert f" x A and B swapped, {(starts == 0).sum()} x one segment" in said
+    assert said.count(", label ") == said.count("\n  B  ") == 1 < said.count("[CLS]")
 
 
 def test_inspect_refuses_a_row_that_is_not_there(shards: Path) -> None:
@@ -107,6 +121,10 @@ def test_audit_is_one_file_with_pictures(shards: Path, tmp_path: Path) -> None:
         assert text in page, text
     audit.main([str(shards / "plain"), "--out", str(tmp_path / "a.html")])
     assert "Label balance" not in (tmp_path / "a.html").read_text("utf-8")
+    audit.main([str(shards / "mixed")])
+    page = (shards / "mixed-audit.html").read_text("utf-8")
+    in_order, swapped = read_index(shards / "mixed")["labels"]
+    assert f"{100 * in_order / (in_order + swapped):.1f}% A and B in order" in page
     assert "pairs-audit.html" not in {p.name for p in (shards / "pairs").iterdir()}
 
 

@@ -38,11 +38,12 @@ def rows_of(
     seed: int = 0,
     content: list[int] | None = None,
     follows: list[bool] | None = None,
+    single: float = 0.0,
 ) -> tuple[list[tuple[list[int], int, int]], Plan, Pool]:
     """(tokens, segment_b, label) of every row."""
     pool, plan = pool_of(corpus, content, follows), Plan()
     draws = lambda document: Random(f"{seed}/{document}")  # noqa: E731
-    plan_rows(pool, list(range(len(corpus))), draws, objective, max_length, short, plan)
+    plan_rows(pool, list(range(len(corpus))), draws, objective, max_length, short, plan, single)
     rows = assemble(pool.tokens, plan, np.arange(len(plan)), CLS, SEP, objective in ("nsp", "sop"))
     cut = zip(rows.offsets[:-1], rows.offsets[1:], rows.segment_b, rows.next_sentence_label)
     return [(rows.tokens[a:b].tolist(), int(s), int(n)) for a, b, s, n in cut], plan, pool
@@ -276,10 +277,10 @@ def test_draws_depend_on_the_document_alone(objective: str) -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(corpora, st.randoms(use_true_random=False))
-def test_assemble_in_any_order(corpus: Corpus, random: Random) -> None:
+@given(corpora, st.randoms(use_true_random=False), st.sampled_from([0.0, 0.5]))
+def test_assemble_in_any_order(corpus: Corpus, random: Random, single: float) -> None:
     pool, plan = pool_of(corpus), Plan()
-    plan_rows(pool, list(range(len(corpus))), lambda d: Random(d), "nsp", 50, 0.1, plan)
+    plan_rows(pool, list(range(len(corpus))), lambda d: Random(d), "nsp", 50, 0.1, plan, single)
     assume(len(plan) > 1)
     order = list(range(len(plan)))
     random.shuffle(order)
@@ -297,3 +298,30 @@ def test_half_of_the_pairs_are_random() -> None:
     rows, _, _ = rows_of(corpus, "nsp", 128, short=0.0)
     share = sum(label for *_, label in rows) / len(rows)
     assert 0.46 < share < 0.54
+
+
+@pytest.mark.parametrize("single", [0.0, 0.5, 0.9])
+@settings(max_examples=40, deadline=None)
+@given(corpora, st.sampled_from(["nsp", "sop"]), st.integers(8, 140), st.integers(0, 99))
+def test_a_document_gives_pairs_or_single_segments(
+    single: float, corpus: Corpus, objective: str, max_length: int, seed: int
+) -> None:
+    """As either objective would alone; without a share of singles no random number is drawn."""
+    rows, plan, pool = rows_of(corpus, objective, max_length, 0.3, seed, single=single)
+    expected = Plan()
+    for number in range(len(corpus)):
+        rng = Random(f"{seed}/{number}")
+        kind = "doc-sentences" if single and rng.random() < single else objective
+        plan_rows(pool, [number], lambda _, rng=rng: rng, kind, max_length, 0.3, expected)
+    assert vars(plan) == vars(expected)
+    for (tokens, start_b, label), pieces in zip(rows, plan.pieces):
+        assert len(tokens) <= max_length and tokens.count(SEP) == pieces
+        assert (start_b > 0) == (pieces == 2)
+        assert tokens[start_b - 1] == SEP if start_b else label == 0
+
+
+def test_the_share_of_single_segments() -> None:
+    corpus = [[10] * 3 for _ in range(4000)]
+    rows, *_ = rows_of(corpus, "nsp", 64, short=0.0, single=0.75)
+    alone = sum(start_b == 0 for _, start_b, _ in rows)
+    assert 0.70 < alone / len(rows) < 0.80

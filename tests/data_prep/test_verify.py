@@ -20,6 +20,7 @@ from data_prep.shard_writer import publish_json, take, write_part
 from data_prep.shards import Layout, Rows, open_shards
 from data_prep.verify import main
 from tests.data_prep.corpus import build, recipe_file, write_texts
+from tests.synthetic import make_shards
 
 SEP, CLS = 3, 2
 
@@ -267,6 +268,28 @@ def test_damage_is_named(good: Path, tmp_path: Path, kind: str) -> None:
     problems = check_folder(folder)
     assert problems and any(name in p for p in problems), problems
     assert main([str(folder)]) == 1
+
+
+def test_rows_of_one_segment_belong_only_where_the_settings_put_them(tmp_path: Path) -> None:
+    def folder(name: str) -> Path:
+        made = make_shards(tmp_path / name, rows=100, single=0.5)
+        assert check_folder(made) == []
+        return made
+
+    def label(rows: Rows) -> None:
+        rows.next_sentence_label[np.argmin(rows.segment_b)] = 1
+
+    labelled, pairs, lost = folder("labelled"), folder("pairs"), folder("lost")
+    rows_change(label)(labelled)
+    assert any("a label without a second segment" in p for p in check_folder(labelled))
+    index_change(lambda index: index["settings"].pop("shards"))(pairs)
+    assert any("a pair without a second segment" in p for p in check_folder(pairs))
+    rows = open_shards(lost).rows(np.arange(50))  # a pair that lost its B is missed in the count
+    entry = read_index(lost)["parts"][0]
+    assert 0 < (rows.segment_b == 0).sum() == 50 - sum(entry["labels"]) < 50
+    rows_change(lambda rows: rows.segment_b.__setitem__(np.argmax(rows.segment_b), 0))(lost)
+    index_change(lambda index: index["parts"][0].update(labels=entry["labels"]))(lost)
+    assert any("pairs by label" in p for p in check_folder(lost))
 
 
 def test_every_problem_is_named_not_only_the_first(good: Path, tmp_path: Path) -> None:

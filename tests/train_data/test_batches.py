@@ -253,3 +253,23 @@ def test_masks_and_keys_are_the_same_on_a_gpu(shards) -> None:
     for a, b in zip(host.update(2).micros, device.update(2).micros):
         assert rows_of(a) == rows_of(b.map(torch.Tensor.cpu))
     host.close(), device.close()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_a_single_segment_has_no_say_in_the_nsp_loss(tmp_path, share) -> None:
+    """It would teach the head one constant answer (bench/RESULTS.md, five minutes)."""
+    folder = make_shards(tmp_path / "s", rows=120, max_length=32, vocab_size=64, single=share)
+    shards = open_shards(folder)
+    for dp, budget in ((1, 4096), (1, 512), (3, 256)):
+        labelled = 0
+        for rank in range(dp):
+            b = batches(shards, 48, 5, rank, dp, budget)
+            update, (_, ids) = b.update(3), b.row_ids(3)
+            b.close()
+            for m in update.micros:
+                pairs = [1 in types for _, types, *_ in rows_of(m)]
+                assert m.row_weights[: m.rows].tolist() == pairs
+                assert not m.row_weights[m.rows :].any() and m.labelled == sum(pairs)
+                labelled += m.labelled
+        assert labelled == int((shards.rows(ids).segment_b > 0).sum())
+        assert 48 * (1 - share) - 15 < labelled < 48 * (1 - share) + 15

@@ -70,6 +70,18 @@ def test_averages_are_per_token_and_per_row(folder) -> None:
     assert model.training and model.modes == {False}
 
 
+@pytest.mark.parametrize("single", [0.0, 0.5, 1.0])
+def test_next_sentence_scores_are_of_pairs(tmp_path, single) -> None:
+    path = make_shards(tmp_path / "s", rows=20, vocab_size=90, held_out_rows=80, single=single)
+    shards = held_out(path)
+    rows = shards.rows(np.arange(80))
+    labels = rows.next_sentence_label[rows.segment_b > 0]
+    result = Evaluator(shards, MaskingConfig(), micro_batch_tokens=512).run(HashedModel())
+    assert result["rows"] == 80 and (len(labels) == 80) == (single == 0)
+    assert result["nsp_loss"] == pytest.approx(labels.mean() if len(labels) else 0)
+    assert result["nsp_accuracy"] == pytest.approx((labels == 0).mean() if len(labels) else 0)
+
+
 def test_masks_are_fixed_whatever_the_run(folder) -> None:
     a, b = (collect(Evaluator(held_out(folder), MaskingConfig(), 64)) for _ in range(2))
     assert a[0] == b[0] and np.array_equal(a[1], b[1])

@@ -79,5 +79,6 @@ def pack(rows: list[dict], tokens: int = 0, longest: int = 32) -> SimpleNamespac
         tokens=real,
         rows=len(rows),
         masked=count,
+        labelled=len(rows),
         sum_squared_lengths=sum(n * n for n in lengths),
     )
