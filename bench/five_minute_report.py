@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.five_minute_finetune import LONG, LONG_EPOCHS, TASKS, collect
+from bench.five_minute_runs import SIDES
 from configs.log import read_log
 from pretrain.checkpoint.folder import checkpoints, read_meta
 from pretrain.optim.budget import FREE_UPDATES
@@ -16,10 +17,10 @@ def write_report(work: Path) -> str:
     """Writes work/report.md and returns its text; stages that were not run leave no rows."""
     best = {
         side: json.loads(file.read_text(encoding="utf-8"))
-        for side in ("ours", "rival")
+        for side in SIDES
         if (file := work / f"best-{side}.json").is_file()
     }
-    scores = {side: _json(work / f"finals-{side}.json") for side in best}
+    scores = {side: _json(work / f"finals-{side}.json").get(best[side], {}) for side in best}
     runs = {side: describe(work, name) for side, name in best.items()}
     downstream = collect(work / "finetune")
     lines = ["| | ours | rival | random init |", "| --- | --- | --- | --- |"]
@@ -27,16 +28,17 @@ def write_report(work: Path) -> str:
     def row(title: str, *cells: str) -> None:
         lines.append(f"| {title} | " + " | ".join([*cells, ""][:3]) + " |")
 
-    if best:
-        for key in ("shape", "settings", "tokens_per_s", "tokens", "updates", "seconds", "apart"):
-            row(_TITLES[key], *(runs[side][key] for side in ("ours", "rival")))
-        row(
-            "card", *(str(scores[side][best[side]].get("device", "")) for side in ("ours", "rival"))
-        )
-        for key, title in _SCORES.items():
-            values = [scores[side][best[side]].get(key) for side in ("ours", "rival")]
-            if all(value is not None for value in values):
-                row(title, *(f"{value:.4g}" for value in values))
+    def row_of(title: str, values: dict[str, dict[str, Any]], key: str) -> None:
+        """A side without the value, or that has not run, gets an empty cell."""
+        found = [values.get(side, {}).get(key, "") for side in SIDES]
+        if any(value != "" for value in found):
+            row(title, *(f"{v:.4g}" if isinstance(v, float) else str(v) for v in found))
+
+    for key, title in _TITLES.items():
+        row_of(title, runs, key)
+    row_of("card", scores, "device")
+    for key, title in _SCORES.items():
+        row_of(title, scores, key)
     models = ("ours", "rival", "random")
     titles = {task: task for task in TASKS}
     titles |= {f"{task}-long": f"{task}, {LONG_EPOCHS:g} epochs (not in the mean)" for task in LONG}
@@ -53,7 +55,7 @@ def write_report(work: Path) -> str:
     lines += ["", "Tries of each side, those of the full time last:", ""]
     lines += ["| run | held-out loss | BLiMP | pairs |", "| --- | --- | --- | --- |"]
     for stage in ("tries", "finals"):
-        for side in ("ours", "rival"):
+        for side in SIDES:
             for name, score in _json(work / f"{stage}-{side}.json").items():
                 blimp, pairs = score.get("blimp", float("nan")), score.get("blimp_pairs", 0)
                 lines.append(f"| {name} | {score['mlm_loss']:.4f} | {blimp:.2f} | {pairs} |")

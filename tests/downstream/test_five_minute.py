@@ -21,6 +21,8 @@ from bench.five_minute_report import write_report
 from bench.five_minute_runs import FINALS, SIDES, TRIES, TRIES_LATER, Workplace
 from configs import UserError, load_recipe
 from configs.model import ModelConfig, resolve_model
+from configs.objectives import check_objective
+from data_prep.settings import check_recipe
 from data_prep.shards import open_shards
 from pretrain.evaluation import unigram
 from pretrain.model import build
@@ -243,11 +245,37 @@ def test_order_of_the_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert {r for _, t, r, s in done if t == "sts-b-long" or (t == "sts-b" and s > 1)} == {2e-4}
 
 
+@pytest.mark.parametrize("there", [[], ["rival"], ["ours", "rival"]])
+def test_report_of_the_sides_that_have_run(tmp_path: Path, there: list[str]) -> None:
+    """A side is a training, its scores and its best run; what is not there leaves no cell."""
+    options = {"shape": "512x8", "batch": 256, "lr": 5e-4, "masking": 0.15, "dropout": 0.0}
+    done = {"options": options, "tokens_per_s": 2e6, "seconds": 300.0, "updates": 9000}
+    for side in there:
+        (tmp_path / side / "hf").mkdir(parents=True)
+        (tmp_path / side / "hf/rival.json").write_text(json.dumps(done | {"compile_seconds": 9.0}))
+        (tmp_path / f"best-{side}.json").write_text(json.dumps(side))
+        if side == "rival":  # ours is not scored yet
+            scores = {side: {"mlm_loss": 2.582, "blimp": 68.1, "device": "a card"}}
+            (tmp_path / f"finals-{side}.json").write_text(json.dumps(scores))
+    text = write_report(tmp_path)
+    lines = {line.split(" | ")[0].strip("| "): line for line in text.splitlines()}
+    assert ("updates" in lines) == ("held-out MLM loss (nats)" in lines) == bool(there)
+    if there:
+        ours = "9,000" if "ours" in there else ""
+        assert lines["updates"] == f"| updates | {ours} | 9,000 |  |"
+        assert lines["held-out MLM loss (nats)"] == "| held-out MLM loss (nats) |  | 2.582 |  |"
+        assert lines["card"] == "| card |  | a card |  |"
+        assert "| rival | 2.5820 | 68.10 | 0 |" in text
+        assert "pseudo-perplexity" not in text
+
+
 def test_tries_are_recipes_and_options_that_exist() -> None:
     tries = {s: [*TRIES[s].values(), *TRIES_LATER[s].values(), *FINALS[s].values()] for s in SIDES}
     for options in tries["ours"]:
         recipe = load_recipe("five-minute", options)
-        resolve_model(recipe.model, 16384)
+        check_recipe(recipe, list(recipe.shards))
+        name = recipe.phases[0].shards
+        check_objective(resolve_model(recipe.model, 16384), name, recipe.shards[name].objective)
     for options in tries["rival"]:
         rival.parser().parse_args(["--rows", "a", "--tokenizer", "b", "--out", "c", *options])
     assert len(tries["rival"]) >= len(tries["ours"])
