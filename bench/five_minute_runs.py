@@ -26,6 +26,7 @@ SIDES = ("ours", "rival")
 # them). They were made before the recipe had its shape, rows and start; `base` and `small` set
 # what they had.
 _THEN = [
+    "model.nsp_head=false",
     "train.unigram_bias=false",
     "train.sinusoidal_positions=false",
     "phases.0.shards=rows",
@@ -49,12 +50,15 @@ TRIES: dict[str, dict[str, list[str]]] = {
         "small-lr-1e-3-batch-128": ["--shape=512x12", "--lr=1e-3", "--batch=128", "--dropout=0"],
     },
 }
-# Tries of a minute or two, later: what pairs cost (with shards of their own), and the rival at a
-# higher rate.
+# Tries of a minute or two, later: what pairs cost, and the rival at a higher rate.
 TRIES_LATER: dict[str, dict[str, list[str]]] = {
     "ours": {
-        "pairs-only": ["shards.mixed.objective=nsp", "model.nsp_head=true"],
-        "mixed-only": [],
+        "pairs-only": ["shards.mixed.single_prob=0"],
+        "single-only": [
+            "shards.mixed.objective=doc-sentences",
+            "shards.mixed.single_prob=0",
+            "model.nsp_head=false",
+        ],
     },
     "rival": {
         "768x6-lr-3e-4": ["--shape=768x6", "--lr=3e-4", "--batch=256", "--dropout=0"],
