@@ -180,9 +180,12 @@ class LeanEngine(Engine):
         return flat[begin : begin + size]
 
     def _arrived(self, p: nn.Parameter) -> None:
-        """Runs when autograd has finished a parameter's gradient of this micro-batch."""
+        """Runs when autograd has finished a parameter's gradient of this micro-batch; torch 2.13
+        runs it without one too, where a kernel has added it and `main_grad_arrived` counted it."""
+        if p.grad is None:
+            return
         main = self._main[id(p)]
-        if p.grad is not None and p.grad.data_ptr() != main.data_ptr():
+        if p.grad.data_ptr() != main.data_ptr():
             main.add_(p.grad)
             p.grad = None
         self._count(self._bucket_of[p])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -81,6 +82,38 @@ def test_accumulated_gradients_are_those_of_the_hooks():
     engine.grads.zero_()
     engine.accumulate(model(micro).mlm_sum, last=False)
     assert hooked.norm() > 0 and torch.equal(engine.grads, hooked)
+
+
+class _Adds(torch.autograd.Function):
+    """A product that adds its weight's gradient itself, as the fused ones do."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        ctx.weight = weight
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        ctx.weight.main_grad.add_(grad.t() @ x)
+        ctx.weight.main_grad_arrived()
+        return grad @ weight, None
+
+
+def test_every_gradient_is_counted_once_whoever_adds_it(monkeypatch):
+    """Or a bucket would be sent to the other ranks before all of it is there."""
+    kernels = SimpleNamespace(**vars(plain))
+    kernels.linear = lambda x, weight, bias=None, group=None: _Adds.apply(x, weight)
+    model, pieces = build(TINY, kernels=kernels, seed=1)
+    recipe = Recipe()
+    recipe.train.precision = "bf16"
+    engine = LeanEngine(recipe, model.train(), pieces, SINGLE, plain, torch.device("cpu"))
+    counted = []
+    monkeypatch.setattr(engine, "_count", lambda bucket: counted.append(id(bucket)))
+    sums = model(fixed_rows(16, 3, 64, device="cpu"))
+    engine.backward(sums.mlm_sum + sums.nsp_sum, last=True)
+    assert [counted.count(id(b)) for b in engine.buckets] == [len(b.params) for b in engine.buckets]
 
 
 def test_an_engine_that_is_let_go_frees_its_memory():
