@@ -183,7 +183,8 @@ class _Linear8(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x, weight, bias, eight, weight8, back, fork, group):
-        ctx.group, ctx.back, ctx.has_bias = group, back, bias is not None and bias.requires_grad
+        ctx.weight, ctx.group, ctx.back = weight, group, back
+        ctx.has_bias = bias is not None and bias.requires_grad
         if back:
             # Either way round will do for the weight gradient.
             kept = (
@@ -209,7 +210,7 @@ class _Linear8(torch.autograd.Function):
             grad_x = _product(grad8, weight8, weight.dtype)
             bounds = (grad8.stats[1], grad8.largest()[1:], weight8.stats[1].amax())
             grad_x = grad_x if beside is None else beside.add_(grad_x)
-            if beside is None:
+            if beside is None and ctx.group is None:  # a sum over ranks may exceed them
                 grad_x.bounds = bounds  # type: ignore[attr-defined]
         else:
             grad_x = grad @ weight if beside is None else beside.addmm_(grad, weight)
@@ -220,9 +221,9 @@ class _Linear8(torch.autograd.Function):
         if ctx.needs_input_grad[1] and ctx.back:
             values, stats, peaks, *across = kept
             x8 = Eight(values, stats, peaks, None if across[0] is None else (across[0], across[1]))
-            grad_weight = _add_weight_gradient(weight, grad8, x8)
+            grad_weight = _add_weight_gradient(ctx.weight, grad8, x8)
         elif ctx.needs_input_grad[1]:
-            grad_weight = weight_gradient(weight, grad, kept[0])
+            grad_weight = weight_gradient(ctx.weight, grad, kept[0])
         if sent is not None:
             sent.wait()
         return grad_x, grad_weight, grad.sum(0) if ctx.has_bias else None, *(None,) * 5

@@ -3,6 +3,9 @@
 An engine may give a parameter `main_grad` (fp32, the sum over micro-batches) and a function
 `main_grad_arrived`. The kernels then add to it themselves and hand autograd None: one small launch
 for a kernel's biases and norm weights instead of a sum, a cast and an addition for each.
+
+A kernel must keep the parameter itself for this (ctx.weight = weight): where activations are
+recomputed, autograd gives back another tensor of the same values, without its attributes.
 """
 
 from __future__ import annotations
@@ -47,7 +50,7 @@ def collect(partial: Tensor | None, *parameters: Tensor | None) -> list[Tensor |
     if partial is None:
         return [None] * len(parameters)
     given = [p for p in parameters if p is not None]
-    partial = partial.view(partial.shape[0], -1, given[0].numel())
+    partial = partial.view(len(partial), len(given), given[0].numel())
     if not all(has_main(p) for p in given):
         sums = partial.sum(0)
         return [

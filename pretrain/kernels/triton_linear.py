@@ -55,7 +55,7 @@ class _Linear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, fork: bool, group: Any = None
     ):
         ctx.save_for_backward(x, weight)
-        ctx.group = group
+        ctx.weight, ctx.group = weight, group
         ctx.has_bias = bias is not None and bias.requires_grad
         y = x @ weight.t() if bias is None else torch.addmm(bias, x, weight.t())
         return (y, x.view_as(x)) if fork else y
@@ -74,7 +74,7 @@ class _Linear(torch.autograd.Function):
             )
             if ctx.group is not None:
                 sent = dist.all_reduce(grad_x, group=ctx.group, async_op=True)
-        grad_weight = weight_gradient(weight, grad, x) if ctx.needs_input_grad[1] else None
+        grad_weight = weight_gradient(ctx.weight, grad, x) if ctx.needs_input_grad[1] else None
         if sent is not None:
             sent.wait()
         return grad_x, grad_weight, grad.sum(0) if ctx.has_bias else None, None, None
@@ -84,6 +84,7 @@ class _SummedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, group: Any):
         ctx.save_for_backward(x, weight)
+        ctx.weight = weight
         y = x.new_empty(x.shape[0], weight.shape[0])
         parts = max(1, min(PARTS, x.shape[0] // PART_ROWS))
         sent = []
@@ -98,7 +99,8 @@ class _SummedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor):
         x, weight = ctx.saved_tensors
         grad_x = _input_gradient(grad, weight) if ctx.needs_input_grad[0] else None
-        return grad_x, weight_gradient(weight, grad, x) if ctx.needs_input_grad[1] else None, None
+        grad_weight = weight_gradient(ctx.weight, grad, x) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_weight, None
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, group: Any = None) -> Tensor:

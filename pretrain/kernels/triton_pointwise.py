@@ -246,7 +246,7 @@ def bias_dropout_add_norm(x, bias, residual, weight, norm_bias, eps, p, token_ke
 
 def layer_norm(x, weight, bias, eps):
     """See `plain.layer_norm`."""
-    flat = x.reshape(-1, x.shape[-1])
+    flat = x.reshape(-1, x.shape[-1]).contiguous()
     return Norm.apply(flat, None, None, weight, bias, eps, 0.0, None, 0, 0).view(x.shape)
 
 

@@ -6,9 +6,11 @@ import gc
 import importlib.util
 import os
 import weakref
+from functools import partial
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from pretrain.kernels import plain
 
@@ -61,10 +63,15 @@ def draw():
     return {name: t.bfloat16() for name, t in tensors.items()}
 
 
-def layer(k, t, p, keys):
+def layer(k, t, p, keys, run=lambda function, *arguments: function(*arguments)):
+    """run: calls what comes behind the first norm."""
     y = k.bias_dropout_add_norm(
         t["x"], t["bias1"], t["residual"], t["norm1"], t["norm_bias1"], 1e-12, p, keys, 1, 5
     )
+    return run(behind, k, t, p, keys, y)
+
+
+def behind(k, t, p, keys, y):
     z, y = k.forked_linear(y, t["up"])
     z = k.linear(k.bias_gelu(z, t["up_bias"]), t["down"])
     y = k.bias_dropout_add_norm(z, t["bias2"], y, t["norm2"], t["norm_bias2"], 1e-12, p, keys, 2, 5)
@@ -85,6 +92,41 @@ def test_values_and_gradients(p):
     for name, exact in results[1].items():
         error = (results[0][name].double() - exact).norm() / exact.norm()
         assert error < TOLERANCE, (name, float(error))
+
+
+def test_recomputed_activations_change_nothing():
+    """Gradients reach `main_grad` once and in fp32, though autograd brings other tensors back."""
+    drawn, keys = draw(), torch.randint(-(2**31), 2**31, (T,), device=DEVICE).int()
+    # A CPU's bf16 products cannot add to fp32.
+    mains = [name for name in SHAPES if not (INTERPRETED and name == "qkv")]
+    again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+    results = []
+    for options in ({}, {"run": again}):
+        t = {name: v.detach().requires_grad_() for name, v in drawn.items()}
+        arrived = []
+        for name in mains:
+            t[name].main_grad = torch.zeros_like(t[name], dtype=torch.float32)
+            t[name].main_grad_arrived = partial(arrived.append, name)
+        qkv, y = layer(fused_fp8, t, 0.1, keys, **options)
+        ((qkv * t["out"].detach()).sum() + (y * t["end"].detach()).sum()).backward()
+        assert sorted(arrived) == sorted(mains)
+        results.append([*(t[name].main_grad for name in mains), t["x"].grad, t["residual"].grad])
+    for ours, again in zip(*results):
+        assert torch.equal(ours, again) and ours.norm() > 0
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter makes e4m3 numbers of NaN")
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["end", "out", "x", "up", "up_bias", "down"])
+def test_what_is_not_finite_is_never_rounded_away(name, bad):
+    """The update must be skipped, so some gradient of a weight has to tell."""
+    t = draw()
+    t[name].view(-1)[3] = bad
+    t = {n: v.detach().requires_grad_() for n, v in t.items()}
+    qkv, y = layer(fused_fp8, t, 0.0, torch.zeros(T, dtype=torch.int32, device=DEVICE))
+    ((qkv * t["out"].detach()).sum() + (y * t["end"].detach()).sum()).backward()
+    for weight in ("up", "down", "norm1"):
+        assert not t[weight].grad.isfinite().all(), weight
 
 
 def test_everything_is_freed():
