@@ -133,13 +133,14 @@ def _gradient(weight: Tensor, ids: Tensor, grad: Tensor) -> Tensor | None:
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor):
-        ctx.save_for_backward(ids, weight)
+        ctx.save_for_backward(ids)
+        ctx.weight = weight
         return F.embedding(ids, weight)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor):
-        ids, weight = ctx.saved_tensors
-        return None, _gradient(weight, ids, grad.contiguous())
+        (ids,) = ctx.saved_tensors
+        return None, _gradient(ctx.weight, ids, grad.contiguous())
 
 
 def embedding(ids: Tensor, weight: Tensor) -> Tensor:

@@ -86,6 +86,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         correct = ((target == largest) & (weights > 0)).sum().float()
         ctx.save_for_backward(hidden, weight, bias, logits, labels, weights, log_sums)
         ctx.rest = (start, columns)
+        ctx.weight = weight
         ctx.mark_non_differentiable(correct)
         return loss, correct
 
@@ -108,7 +109,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 num_warps=4,
             )
         # The weight is the word embeddings', whose own gradient comes last.
-        grad_weight = weight_gradient(weight, grad, hidden, last=False)
+        grad_weight = weight_gradient(ctx.weight, grad, hidden, last=False)
         return grad @ weight, grad_weight, grad.sum(0).to(bias.dtype), *(None,) * 5
 
 
