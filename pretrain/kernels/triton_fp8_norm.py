@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from pretrain.kernels.triton_fp8 import Eight
 from pretrain.kernels.triton_fp8_gelu import placeholder
+from pretrain.kernels.triton_fp8_rounding import Eight
 from pretrain.kernels.triton_pointwise import Norm
 
 

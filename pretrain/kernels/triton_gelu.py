@@ -11,6 +11,10 @@ import triton.language as tl
 from pretrain.kernels.triton_gradients import collect
 from pretrain.kernels.triton_hash import INTERPRETED
 
+# Rows and columns that a program works on at a time, rows whose bias gradient it sums: the fastest
+# of those tried on an H200.
+ROWS, BLOCK, EACH = 2, 1024, 128
+
 
 @triton.jit
 def _reciprocal(x):
@@ -103,8 +107,8 @@ class _BiasGelu(torch.autograd.Function):
     def forward(ctx: Any, x, bias):
         tokens, channels = x.shape
         y = torch.empty_like(x)
-        grid = (triton.cdiv(tokens, 2), triton.cdiv(channels, 1024))
-        _gelu_forward[grid](x, bias, y, tokens, C=channels, ROWS=2, BLOCK=1024, num_warps=4)
+        grid = (triton.cdiv(tokens, ROWS), triton.cdiv(channels, BLOCK))
+        _gelu_forward[grid](x, bias, y, tokens, C=channels, ROWS=ROWS, BLOCK=BLOCK, num_warps=4)
         ctx.save_for_backward(x, bias)
         ctx.bias = bias
         return y
@@ -113,13 +117,12 @@ class _BiasGelu(torch.autograd.Function):
     def backward(ctx: Any, grad):
         x, bias = ctx.saved_tensors
         tokens, channels = x.shape
-        each = 128
-        chunks = triton.cdiv(tokens, each)
+        chunks = triton.cdiv(tokens, EACH)
         partial = torch.empty(chunks, channels, dtype=torch.float32, device=x.device)
         grad_x = torch.empty_like(x)
-        _gelu_backward[(chunks, triton.cdiv(channels, 1024))](
-            grad.contiguous(), x, bias, grad_x, partial, tokens, each,
-            C=channels, ROWS=2, BLOCK=1024, num_warps=4,
+        _gelu_backward[(chunks, triton.cdiv(channels, BLOCK))](
+            grad.contiguous(), x, bias, grad_x, partial, tokens, EACH,
+            C=channels, ROWS=ROWS, BLOCK=BLOCK, num_warps=4,
         )  # fmt: skip
         return grad_x, *collect(partial, ctx.bias)
 

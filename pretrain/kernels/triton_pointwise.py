@@ -1,8 +1,8 @@
 """What lies between the matrix products, each in one pass over memory in each direction.
 
-LayerNorm(dropout(x + bias) + residual) and dropout; GELU(x + bias) is in triton_gelu. Masks are regenerated in
-the backward pass. Gradients of weights and biases are summed per program in fp32 and then over
-the programs, in a fixed order.
+LayerNorm(dropout(x + bias) + residual) and dropout; GELU(x + bias) is in triton_gelu. Masks are
+regenerated in the backward pass. Gradients of weights and biases are summed per program in fp32
+and then over the programs, in a fixed order.
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ from pretrain.kernels.triton_gradients import collect
 from pretrain.kernels.triton_hash import channel_hash, keep, row_hash
 from pretrain.kernels.triton_scales import power_of_two
 
-Tensor = torch.Tensor
-
-
-# Rows that a program works on at a time, warps, programs of a multiprocessor.
+# Rows that a program works on at a time, warps, programs of a multiprocessor: the fastest of those
+# tried on an H200 at hidden size 1024, or within 2 % of it.
 FORWARD: dict[str, Any] = {"ROWS": 2, "num_warps": 4}
 BACKWARD: dict[str, Any] = {"ROWS": 2, "num_warps": 4}
 FORWARD_PROGRAMS, BACKWARD_PROGRAMS = 16, 4
@@ -160,7 +158,7 @@ def _programs(device: torch.device, each: int) -> int:
 
 class Norm(torch.autograd.Function):
     """y; with `eight` also y again, whose gradient is added to the first's, and y in e4m3 with its
-    stats fp32 [2, tokens] (see `triton_fp8.Eight`). from_eight(like, e4m3, stats): given where x
+    stats fp32 [2, tokens] (see `triton_fp8_rounding.Eight`). from_eight(like, e4m3, stats): given where x
     takes its gradient in 8 bits alone; makes of them what autograd hands on."""
 
     @staticmethod

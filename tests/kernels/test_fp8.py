@@ -22,7 +22,7 @@ if not (ABLE or INTERPRETED):
     pytest.skip("needs a GPU with 8-bit products or TRITON_INTERPRET=1", allow_module_level=True)
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 
-from pretrain.kernels import fused_fp8, triton_fp8, triton_fp8_gelu  # noqa: E402
+from pretrain.kernels import fused_fp8, triton_fp8, triton_fp8_gelu, triton_fp8_rounding  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 T, H, WIDE = (160, 64, 256) if INTERPRETED else (2048, 512, 2048)
@@ -145,10 +145,10 @@ def test_both_ways_round_agree(factor):
     """Scales are powers of two: x^T is made from x without rounding again; zero rows stay zero."""
     x = (torch.randn(96, 64, device=DEVICE) * factor).bfloat16()
     x[5] = 0
-    eight = triton_fp8.quantise(x)
+    eight = triton_fp8_rounding.quantise(x)
     rows = eight.values.float() * eight.stats[0][:, None]
     assert (rows[5] == 0).all() and (rows - x.float()).norm() < 0.08 * x.float().norm()
-    values, scale = triton_fp8._turned(eight)
+    values, scale = triton_fp8_rounding.turned(eight)
     assert torch.equal(values.float().t() * scale, rows)
     assert torch.equal(torch.log2(eight.stats[0]), torch.log2(eight.stats[0]).round())
 
