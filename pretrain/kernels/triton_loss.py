@@ -25,13 +25,13 @@ def _row_stats(
     for c in range(0, valid_columns, BLOCK):
         column = c + tl.arange(0, BLOCK)
         x = tl.load(base + column, mask=column < valid_columns, other=float("-inf")).to(tl.float32)
-        new = tl.maximum(largest, x)
+        new = tl.maximum(largest, x, propagate_nan=tl.PropagateNan.ALL)
         # -inf - -inf is NaN: a lane that has seen nothing yet adds nothing.
-        seen = new > float("-inf")
+        seen = new != float("-inf")
         total = tl.where(seen, total * tl.exp(largest - new) + tl.exp(x - new), 0.0)
         largest = new
     top = tl.max(largest, 0)
-    total = tl.sum(tl.where(largest > float("-inf"), total * tl.exp(largest - top), 0.0), 0)
+    total = tl.sum(tl.where(largest != float("-inf"), total * tl.exp(largest - top), 0.0), 0)
     label = (tl.load(labels + row) - start).to(tl.int32)
     mine = (label >= 0) & (label < valid_columns)
     target = tl.load(base + label, mask=mine, other=float("-inf")).to(tl.float32)

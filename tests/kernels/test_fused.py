@@ -239,6 +239,15 @@ def test_linear_cross_entropy(dtype, start):
     assert fused.linear_cross_entropy(**arguments)[1] == plain.linear_cross_entropy(**arguments)[1]
 
 
+def test_the_loss_of_a_weight_that_is_not_a_number_is_none():
+    hidden, weight = torch.randn(5, 16, device=DEVICE), torch.randn(64, 16, device=DEVICE)
+    weight[3] = float("nan")
+    rest = (torch.zeros(64, device=DEVICE), torch.full((5,), 9, device=DEVICE))
+    rest += (torch.ones(5, device=DEVICE), 0, 60)
+    for k in (fused, plain):
+        assert k.linear_cross_entropy(hidden, weight, *rest)[0].isnan()
+
+
 def test_lamb():
     numels = [40, 1, 0, 300] if INTERPRETED else [70001, 1, 0, 16384, 123, 1 << 20]
     starts = [sum(numels[:i]) for i in range(len(numels))]
