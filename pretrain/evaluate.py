@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 from configs import UserError, say
 from configs.files import named
-from configs.objectives import PAIR_OBJECTIVES
 from configs.schema import MaskingConfig
 from pretrain.same_tokenizer import vocabulary
 
@@ -107,8 +106,6 @@ def evaluate(
     scores: dict[str, Any] = {}
     if held_out is not None:
         scores |= _held_out_scores(model, held_out, rows, probability, budget, device)
-        if not opened.config.nsp_head or held_out.objective not in PAIR_OBJECTIVES:
-            scores = {name: value for name, value in scores.items() if not name.startswith("nsp")}
         if pseudo_rows:
             from pretrain.downstream.pseudo import pseudo_perplexity
 
@@ -146,7 +143,14 @@ def _held_out_scores(
     from pretrain.evaluation import Evaluator
 
     masking = MaskingConfig(probability=probability)
-    scorer = Evaluator(held_out, masking, rows, micro_batch_tokens=budget, device=device)
+    scorer = Evaluator(
+        held_out,
+        masking,
+        rows,
+        micro_batch_tokens=budget,
+        device=device,
+        nsp=model.s.config.nsp_head,
+    )
     return scorer.run(model)
 
 

@@ -39,6 +39,7 @@ class Evaluator:
         held_out: `data_prep.shards.held_out(folder)`. rows: how many; 0 = all. They are a fixed
             random choice, the same for every run.
         unigram: log probabilities of `unigram(train_shards)`; adds `unigram_loss` to the result.
+        nsp: the model has a next-sentence head, whose scores are wanted.
         group: the data-parallel process group; None where dp is 1.
     """
 
@@ -54,11 +55,12 @@ class Evaluator:
         device: torch.device | str = "cpu",
         group: Any = None,
         unigram: np.ndarray | None = None,
+        nsp: bool = True,
     ) -> None:
         count = min(rows or held_out.num_rows, held_out.num_rows)
         self.rows = np.sort(RowOrder(held_out.num_rows, _SEED).rows(0, count)[1])
         self.dp_rank, self.dp, self.group, self.device = dp_rank, dp, group, device
-        self.unigram = unigram
+        self.unigram, self.nsp = unigram, nsp
         tokens = int(held_out.lengths[self.rows].sum(dtype=np.int64))
         pieces = max(1, math.ceil(tokens / (dp * micro_batch_tokens * _MICROS)))
         self._pieces = np.array_split(self.rows, pieces)
@@ -77,9 +79,9 @@ class Evaluator:
 
     def run(self, model: Scored) -> dict[str, float]:
         """mlm_loss (nats a predicted token), mlm_accuracy, mlm_perplexity (exp of the loss, at the masking
-        rate of `masking`: not the pseudo-perplexity), nsp_loss (nats a row of two segments),
-        nsp_accuracy, rows, tokens, masked; unigram_loss if asked for. Without dropout; leaves the
-        model in the mode it was in. A collective over `group`.
+        rate of `masking`: not the pseudo-perplexity), nsp_loss (nats a row of two segments) and
+        nsp_accuracy if there are such rows, rows, tokens, masked; unigram_loss if asked for. Without
+        dropout; leaves the model in the mode it was in. A collective over `group`.
         """
         sums = torch.zeros(9, dtype=torch.float64, device=self.device)
         was_training = model.training
@@ -99,16 +101,14 @@ class Evaluator:
             torch.distributed.all_reduce(sums, group=self.group)
         mlm, nsp, mlm_right, nsp_right, masked, rows, tokens, guess, labelled = sums.tolist()
         loss = mlm / max(masked, 1)
-        result = {
+        result: dict[str, float] = {
             "mlm_loss": loss,
             "mlm_accuracy": mlm_right / max(masked, 1),
             "mlm_perplexity": math.exp(min(loss, 700.0)),
-            "nsp_loss": nsp / max(labelled, 1),
-            "nsp_accuracy": nsp_right / max(labelled, 1),
-            "rows": int(rows),
-            "tokens": int(tokens),
-            "masked": int(masked),
         }
+        if labelled and self.nsp:
+            result |= {"nsp_loss": nsp / labelled, "nsp_accuracy": nsp_right / labelled}
+        result |= {"rows": int(rows), "tokens": int(tokens), "masked": int(masked)}
         if self.unigram is not None:
             result["unigram_loss"] = guess / max(masked, 1)
         return result

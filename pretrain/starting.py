@@ -301,6 +301,7 @@ def _evaluator(plan: Plan, groups: Groups, device: torch.device) -> Evaluator | 
         device=device,
         group=groups.dp_group,
         unigram=unigram(shards),
+        nsp=plan.model.nsp_head,
     )
 
 

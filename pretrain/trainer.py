@@ -160,8 +160,9 @@ class Trainer:
         """Losses and accuracies of the whole global batch, whether any rank was told to stop, and
         the time spent: one small collective and one transfer to the host an update.
 
-        nsp_loss and nsp_accuracy are of rows that have a label. In the loss their sum counts over
-        all rows, so that single segments among pairs lower its weight.
+        nsp_loss and nsp_accuracy are of rows that have a label, and are left out without any, or
+        without a head. In the loss their sum counts over all rows, so that single segments among
+        pairs lower its weight.
         """
         clock = self.budget.clock if self.plan.rank == 0 else 0.0
         labelled = sum(micro.labelled for micro in batch.micros)
@@ -174,14 +175,15 @@ class Trainer:
         self.stopping = told > 0
         # Tensor-parallel ranks hold equal sums, so the world's sum has each one tp times.
         masked, rows = batch.masked_total * self.plan.tp, batch.rows_total * self.plan.tp
-        return {
+        values = {
             "loss": mlm / masked + nsp / rows,
             "mlm_loss": mlm / masked,
-            "nsp_loss": nsp / max(with_label, 1),
             "mlm_accuracy": mlm_right / masked,
-            "nsp_accuracy": nsp_right / max(with_label, 1),
             "grad_norm": norm,
         }
+        if with_label and self.plan.model.nsp_head:
+            values |= {"nsp_loss": nsp / with_label, "nsp_accuracy": nsp_right / with_label}
+        return values
 
     def figures(self, result: Update, lr: float) -> dict[str, float]:
         out = {"lr": lr, "skipped": float(result.skipped)}

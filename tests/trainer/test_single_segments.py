@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from configs.log import read_log
 from data_prep.shards import open_shards
 from tests.synthetic import make_shards
 from tests.trainer.runs import evaluations, fresh, losses, make_run, output, train
@@ -59,3 +60,12 @@ def test_two_processes_log_the_same(whole: Path, tmp_path: Path, layout: str) ->
     assert train(run, *SETTINGS, layout, size=2) == [0, 0], output(run)
     for key in KEYS:
         assert losses(run, key) == pytest.approx(losses(whole, key), rel=1e-3), key
+
+
+def test_without_a_head_no_score_of_it_is_logged(whole: Path, tmp_path: Path) -> None:
+    run = fresh(whole, tmp_path / "run")
+    assert train(run, *SETTINGS, "model.nsp_head=false", "train.stop_at=1") == [0], output(run)
+    for folder, there in ((run, False), (whole, True)):
+        records = [r for r in read_log(folder / "train" / "log.jsonl") if "mlm_loss" in r]
+        assert {r["kind"] for r in records} == {"train", "eval"}
+        assert {key in r for r in records for key in ("nsp_loss", "nsp_accuracy")} == {there}
