@@ -202,11 +202,14 @@ def _check_keys(schema: Any, values: Any, origin: str, prefix: str) -> None:
 
 
 def _expected(schema: Any, key: str) -> str:
-    for part in key.replace("[", ".").replace("]", "").split("."):
+    parts = key.replace("[", ".").replace("]", "").split(".")
+    for number, part in enumerate(parts):
         if isinstance(schema, type) and is_dataclass(schema):
             if part not in get_type_hints(schema):
                 return "configs/schema.py tells the type of each key"
             schema = get_type_hints(schema)[part]
         elif get_args(schema):
             schema = get_args(schema)[-1]
+            if is_dataclass(schema) and part in get_type_hints(schema):  # shards.max_length=...
+                return f"did you mean {'.'.join([*parts[:number], 'NAME', *parts[number:]])}?"
     return f"expected {getattr(schema, '__name__', schema)}"

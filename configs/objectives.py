@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from configs.errors import UserError
 from configs.model import ModelConfig
+from configs.schema import ShardsConfig
 
 PAIR_OBJECTIVES = ("nsp", "sop")  # rows of two segments and a label (shards.*.single_prob: not all)
 OBJECTIVES = (*PAIR_OBJECTIVES, "full-sentences", "doc-sentences", "single")
@@ -26,6 +27,20 @@ def check_objective(model: ModelConfig, name: str, objective: str) -> None:
             f"shards.{name} has rows without a next sentence (objective {objective}), and "
             "model.nsp_head=true would learn one constant answer from them",
             f"set model.nsp_head=false, or shards.{name}.objective=nsp (or sop) and build again",
+        )
+
+
+def check_single(name: str, shards: ShardsConfig) -> None:
+    """single_prob mixes rows of one segment among pairs.
+
+    Raises:
+        UserError: the set `name` (of recipe.shards) has no pairs.
+    """
+    if shards.single_prob and shards.objective not in PAIR_OBJECTIVES:
+        raise UserError(
+            f"shards.{name}.single_prob={shards.single_prob:g} with objective {shards.objective}, "
+            "whose rows are single segments anyway",
+            f"leave it out, or set shards.{name}.objective=nsp (or sop)",
         )
 
 

@@ -233,7 +233,13 @@ def _parts(
         size = int(tokens * np.dtype(context.layout.token_type).itemsize * masks) + rows * 8
         total = -(-size // (part_mb << 20))
         tasks += [PartTask(kind, number, total, own) for number in range(total)]
-    if not any(task.kind == TRAIN for task in tasks):
+    if tasks and tasks[0].kind == HELD_OUT:
+        raise UserError(
+            f"prep.held_out={context.documents.prep.held_out:g} held out every document that gives rows",
+            "give more text, cut it into more documents (sources.N.document=window or chapter), or"
+            " set prep.held_out=0; a source's weight below 1 leaves documents out as well",
+        )
+    if not tasks:
         raise UserError(
             "not a single training row came out of the sources",
             "more text is needed: a row of two segments takes a document of two sentences or two documents;"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from configs import Recipe, UserError, say
-from configs.objectives import OBJECTIVES, PAIR_OBJECTIVES
+from configs.objectives import OBJECTIVES, check_single
 from configs.schema import MaskingConfig, ShardsConfig, SourceConfig
 
 # Modules that cannot change what a build writes.
@@ -120,6 +120,7 @@ def check_recipe(recipe: Recipe, names: list[str]) -> None:
             known = ", ".join(recipe.shards)
             raise UserError(f"the recipe has no shard set {name!r}", f"known sets: {known}")
         _check_set(f"shards.{name}", recipe.shards[name], recipe.masking)
+        check_single(name, recipe.shards[name])
 
 
 def _check_set(key: str, shards: ShardsConfig, masking: MaskingConfig) -> None:
@@ -132,11 +133,6 @@ def _check_set(key: str, shards: ShardsConfig, masking: MaskingConfig) -> None:
         0 <= shards.short_seq_prob <= 1, f"{key}.short_seq_prob={shards.short_seq_prob}", "0 to 1"
     )
     _need(0 <= shards.single_prob < 1, f"{key}.single_prob={shards.single_prob}", "0 to below 1")
-    _need(
-        not shards.single_prob or shards.objective in PAIR_OBJECTIVES,
-        f"{key}.single_prob={shards.single_prob}",
-        f"0 for objective {shards.objective}: its rows are single segments anyway",
-    )
     _need(0 <= cap < length, f"{key}.mask_cap={cap}", "0 = ceil(0.15 x max_length)")
     if cap and cap < math.ceil(masking.probability * length - 1e-9):
         say(

@@ -10,7 +10,7 @@ import shlex
 
 from configs import UserError
 from configs.model import resolve_model
-from configs.objectives import check_objective
+from configs.objectives import check_objective, check_single
 from configs.schema import Profile, Recipe
 
 STARTERS = ("srun", "torchrun", "deepspeed")
@@ -116,6 +116,8 @@ def _check_recipe(recipe: Recipe, world: int) -> None:
                 f"model.{key}={value} is not divisible by parallel.tp={parallel.tp}",
                 f"tp must divide {value}",
             )
+    for name, shards in recipe.shards.items():
+        check_single(name, shards)
     dp = world // parallel.tp
     for number, phase in enumerate(recipe.phases):
         if phase.global_batch < dp:

@@ -208,6 +208,11 @@ def test_starters_run_once_a_node(capsys, recipe, profile, starter):
             ["shards.len128.objective=full-sentences"],
             "shards.len128 has rows without a next sentence",
         ),
+        (
+            "tasks_per_node: 1",
+            ["shards.len128={objective: single, single_prob: 0.5}", "model.nsp_head=false"],
+            "shards.len128.single_prob=0.5 with objective single",
+        ),
     ],
 )
 def test_bad_input_is_named_before_anything_is_queued(recipe, profile, site, arguments, named):

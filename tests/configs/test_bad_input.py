@@ -106,6 +106,10 @@ MISTAKES: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     ((*VOCAB, T, "vocab.sizee=3"), ("unknown key vocab.sizee", "did you mean vocab.size")),
     ((*TRAIN, T, "paralel.tp=2"), ("unknown key paralel", "did you mean parallel")),
     ((*TRAIN, T, "phases.0.schedule.lr=six"), ("phases.0.schedule.lr", "expected float")),
+    (
+        (*TRAIN, T, "shards.single_prob=0.5"),
+        ("shards.single_prob", "did you mean shards.NAME.single_prob?"),
+    ),
     ((*TRAIN, T, "--resume"), ("--resume", "key=value")),
     ((*VOCAB, "."), ("is a folder", "YAML")),
     ((*VOCAB, "bert-bse"), ("no such file", "did you mean bert-base")),

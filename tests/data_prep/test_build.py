@@ -326,7 +326,10 @@ def test_b15_mask_cap(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         ("shards.len64.dupe_factor=0", "dupe_factor=0"),
         ("shards.len64.short_seq_prob=2", "short_seq_prob=2"),
         ("shards.len64.single_prob=1", "single_prob=1"),
-        ("shards.len64={single_prob: 0.5, objective: single}", "len64.single_prob=0.5"),
+        (
+            "shards.len64={single_prob: 0.5, objective: single}",
+            "len64.single_prob=0.5 with objective single",
+        ),
         ("shards.len64.mask_cap=64", "mask_cap=64"),
         ("prep.held_out=1", r"held_out=1"),
         ("prep.part_mb=0", "part_mb=0"),
@@ -368,6 +371,13 @@ def test_text_without_rows_is_an_error(tmp_path: Path) -> None:
     (text / "a.txt").write_text(" \n\n \n")
     with pytest.raises(UserError, match="no document with text"):
         build(recipe_file(tmp_path, text), f"work_dir={tmp_path}/b")
+
+
+@pytest.mark.parametrize("single", ["0", "0.5"])
+def test_text_that_is_held_out_as_a_whole_is_an_error(tmp_path: Path, single: str) -> None:
+    recipe = recipe_file(tmp_path, write_texts(tmp_path / "text", files=1))
+    with pytest.raises(UserError, match="prep.held_out=0.999 held out every document"):
+        build(recipe, "prep.held_out=0.999", f"shards.len64.single_prob={single}")
 
 
 def test_unknown_words_are_counted(tmp_path: Path) -> None:
