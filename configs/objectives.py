@@ -57,10 +57,14 @@ def one_sided(labels: Sequence[int]) -> str:
 
 def balance_remedy(name: str, labels: Sequence[int]) -> str:
     """What gives the rows of set `name` both labels, or needs none."""
-    if labels[0] > labels[1]:
+    if not sum(labels):
+        need = f"lower shards.{name}.single_prob, or give more documents"
+    elif labels[0] > labels[1]:
         need = "give more documents, of which a random B is taken, or cut them: sources.N.document=window"
     else:
-        need = f"give rows room for two sentences: shards.{name}.max_length"
+        need = (
+            f"give documents of several sentences, and rows room for two: shards.{name}.max_length"
+        )
     return (
         f"{need}; or train without a next sentence: model.nsp_head=false, with "
         f"shards.{name}.objective=full-sentences built anew"

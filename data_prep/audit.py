@@ -138,7 +138,7 @@ def _labels(shards: Shards) -> str:
     return (
         "<h2>Label balance</h2>"
         + picture(draw, "rows by label", 1.6)
-        + f"<p>{share:.1f}% {html.escape(MEANING[shards.objective][0])}.</p>"
+        + f"<p>{share:.1f}% of {sum(counts):,} pairs: {html.escape(MEANING[shards.objective][0])}.</p>"
     )
 
 

@@ -56,6 +56,7 @@ class Plan:
     end: int  # of this start (train.stop_at)
     micro_batch_tokens: int
     newest: int = 0  # step of the newest checkpoint, 0 without one
+    spent_s: float = 0.0  # of train.max_minutes, up to it
     warnings: list[str] = field(default_factory=list)
 
     @property
@@ -72,7 +73,11 @@ class Plan:
 
     @property
     def finished(self) -> bool:
-        return self.newest >= self.end
+        return self.newest >= self.end or self.out_of_time
+
+    @property
+    def out_of_time(self) -> bool:
+        return 0 < 60 * self.recipe.train.max_minutes <= self.spent_s
 
 
 def check(recipe: Recipe, env: Mapping[str, str]) -> Plan:
@@ -260,6 +265,7 @@ def _check_checkpoint(recipe: Recipe, plan: Plan) -> None:
         )
     if "state" not in meta and not absent:
         raise UserError(f"{folder} has no optimiser and schedule state", "resume from an older one")
+    plan.spent_s = meta.get("state", {}).get("spent_s", 0.0)
     if "recipe" in meta:
         changed = difference(
             _decides(meta["recipe"], meta["model"]), _decides(to_dict(recipe), to_dict(plan.model))

@@ -88,5 +88,6 @@ def _download(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=["*.json", "vocab.txt", weights]))
     except Exception as error:  # the hub client raises a dozen kinds, all of which mean this
         raise UserError(
-            f"{name}: neither a path here nor a model of the hub ({type(error).__name__})", _HELP
+            f"{name}: neither a path here nor a model of the hub ({type(error).__name__})",
+            f"{_HELP}; for a hub name check the network and HF_HUB_OFFLINE",
         ) from None

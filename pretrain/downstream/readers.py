@@ -249,7 +249,11 @@ def read_splits(
         return _read_hub(task, data)
     for split in ("train", "dev"):
         if split not in found:
-            raise UserError(f"{data or task.name}: no {split} file", f"pass --{split} FILE")
+            named = " or ".join(f"{stem}.*" for stem in dict(task.splits)[split])
+            raise UserError(
+                f"{data or task.name}: no {split} file" + (f" ({named})" if data else ""),
+                f"pass --{split} FILE",
+            )
     return {
         split: read_file(file, task, skip_bad, split == "train") for split, file in found.items()
     }

@@ -124,7 +124,8 @@ def test_audit_is_one_file_with_pictures(shards: Path, tmp_path: Path) -> None:
     audit.main([str(shards / "mixed")])
     page = (shards / "mixed-audit.html").read_text("utf-8")
     in_order, swapped = read_index(shards / "mixed")["labels"]
-    assert f"{100 * in_order / (in_order + swapped):.1f}% A and B in order" in page
+    pairs = in_order + swapped
+    assert f"{100 * in_order / pairs:.1f}% of {pairs:,} pairs: A and B in order" in page
     assert "pairs-audit.html" not in {p.name for p in (shards / "pairs").iterdir()}
 
 

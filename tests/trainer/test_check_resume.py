@@ -77,6 +77,9 @@ def test_stop_at_below_the_checkpoint_has_nothing_to_do(run):
     checkpoint(run)
     assert plan(run, "train.stop_at=5").finished
     assert not plan(run, "train.stop_at=6").finished
+    checkpoint(run, state={"spent_s": 30.0})
+    assert plan(run, "train.max_minutes=0.5").finished
+    assert not plan(run, "train.max_minutes=0.51").finished and not plan(run).finished
 
 
 @pytest.mark.parametrize(
@@ -84,10 +87,11 @@ def test_stop_at_below_the_checkpoint_has_nothing_to_do(run):
     [
         ("train.stop_at=5", "nothing to do: 5 of 5 updates are done; checkpoint: "),
         ("train.stop_at=1", "nothing to do: 5 updates are done already, train.stop_at is 1;"),
+        ("train.max_minutes=0.5", "nothing to do: train.max_minutes=0.5 are used up, after 5 of"),
     ],
 )
 def test_what_is_done_is_said(run, override, said, capsys):
-    checkpoint(run)
+    checkpoint(run, state={"optimizer_steps": 5, "spent_s": 30.0})
     assert main([str(run / "recipe.yaml"), override]) == 0
     assert said in capsys.readouterr().out
 

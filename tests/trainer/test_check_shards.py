@@ -118,8 +118,9 @@ def test_labels_are_refused_noted_or_fine(follows: int, random: int, head: bool)
     model = resolve_model(ModelConfig(preset="bert-tiny", nsp_head=head), 100)
     share = max(follows, random) / (follows + random) if follows + random else 1
     if head and share == 1:
-        with pytest.raises(UserError, match="lacks a next-sentence label"):
+        with pytest.raises(UserError, match="lacks a next-sentence label") as refused:
             check_labels(model, "s", [follows, random])
+        assert ("shards.s.single_prob" in refused.value.remedy) == (follows + random == 0)
         return
     notes = check_labels(model, "s", [follows, random])
     assert len(notes) == (head and share > 0.95)
