@@ -96,6 +96,7 @@ class Training:
 
     Initial weights are drawn on the GPU (standard deviation 0.02), since the trainer's own, which
     do not depend on the layout, take seconds on the CPU. groups: pretrain.parallel.groups.Groups.
+    tokens: most of them in a micro-batch.
     """
 
     def __init__(
@@ -106,13 +107,15 @@ class Training:
         recorded: bool = True,
         groups: Any = None,
         zero_stage: int = 1,
-        sequence_parallel: bool = False,
+        sequence_parallel: bool | None = None,
+        tokens: int = 32768,
         seed: int = 1,
     ) -> None:
-        from pretrain.engine import LeanEngine
+        from pretrain.engine import DTYPES, LeanEngine
         from pretrain.kernels import select
         from pretrain.micro import Micro, RecordedMicro
         from pretrain.model import build
+        from pretrain.parallel.exchange import make_exchange
         from pretrain.parallel.groups import SINGLE
 
         device = torch.device("cuda", torch.cuda.current_device())
@@ -121,9 +124,10 @@ class Training:
         recipe.train.precision = precision
         recipe.parallel.zero_stage = zero_stage
         chosen = select(kernels, device, precision)
-        model, pieces = build(
-            config, self.groups.tp_group, chosen, seed, sequence_parallel, init=False
-        )
+        size = tokens * config.hidden_size * DTYPES[precision].itemsize
+        group = self.groups.tp_group
+        self.exchange = make_exchange(group, sequence_parallel, device, chosen, size)
+        model, pieces = build(config, group, chosen, seed, self.exchange, init=False)
         model = model.to(device).train()
         torch.manual_seed(seed)
         for name, parameter in model.named_parameters():

@@ -26,16 +26,17 @@ from bench import harness as h
 from cluster.environment import distributed_environment
 from configs.model import ModelConfig, resolve_model
 from pretrain.parallel.groups import SINGLE, Groups
+from pretrain.parallel.peers import Peers
 
 LENGTH, MASKED = 128, 20
 REPEATS = 3
-ONE = (1, 1, False)
-# preset: layers (0 = all), tokens a micro-batch, [(tp, dp, sequence_parallel)]. The first layout is
-# the base of the others' shares; where it comes again it shows what the clocks did meanwhile.
-RUNS: dict[str, tuple[int, int, list[tuple[int, int, bool]]]] = {
-    "bert-large": (0, 32768, [ONE, (1, 2, False), (1, 4, False), (2, 1, False), ONE]),
-    "megatron-1.3b": (0, 16384, [ONE, (2, 1, False), (2, 1, True), (2, 2, False)]),
-    "megatron-3.9b": (12, 16384, [ONE, (4, 1, False), (4, 1, True)]),
+ONE = (1, 1, None)
+# preset: layers (0 = all), tokens a micro-batch, [(tp, dp, parallel.sequence_parallel)]. The first layout
+# is the base of the others' shares; where it comes again it shows what the clocks did meanwhile.
+RUNS: dict[str, tuple[int, int, list[tuple[int, int, bool | None]]]] = {
+    "bert-large": (0, 32768, [ONE, (1, 2, None), (1, 4, None), (2, 1, None), ONE]),
+    "megatron-1.3b": (0, 16384, [ONE, (2, 1, None), (2, 1, False), (2, 2, None)]),
+    "megatron-3.9b": (12, 16384, [ONE, (4, 1, None), (4, 1, False)]),
 }
 
 
@@ -58,12 +59,21 @@ def make_groups(tp: int, dp: int, rank: int, world: int) -> Groups:
 
 
 def measure(
-    config: ModelConfig, tokens: int, groups: Groups, sequence: bool, options: argparse.Namespace
+    config: ModelConfig,
+    tokens: int,
+    groups: Groups,
+    sequence: bool | None,
+    options: argparse.Namespace,
 ) -> dict[str, Any]:
     """Figures of this rank's part; step_ms is its own time."""
     torch.cuda.reset_peak_memory_stats()
     training = h.Training(
-        config, "bf16", recorded=not options.eager, groups=groups, sequence_parallel=sequence
+        config,
+        "bf16",
+        recorded=not options.eager,
+        groups=groups,
+        sequence_parallel=sequence,
+        tokens=tokens,
     )
     try:
         count = options.micro_batches
@@ -84,6 +94,8 @@ def measure(
             "update_ms": round(update, 2),
             "lamb_ms": round(lamb, 2),
             "loss": round(loss, 4),
+            "sequence_parallel": training.exchange is not None,
+            "peers": isinstance(training.exchange, Peers),
         }
     finally:
         training.micro.close()
@@ -149,9 +161,9 @@ def main() -> None:
                 continue
             record: dict[str, Any] = {
                 "model": {"preset": preset, "num_layers": layers} if layers else preset,
-                "card": "H100" if "H100" in h.card() else h.card(),
+                "card": next((name for name in ("H100", "H200") if name in h.card()), h.card()),
                 "gpus": tp * dp, "tp": tp, "dp": dp, "zero_stage": int(dp > 1),
-                "sequence_parallel": sequence, "length": LENGTH, "micro_batch_tokens": tokens,
+                "length": LENGTH, "micro_batch_tokens": tokens,
                 "micro_batches": options.micro_batches,
             }  # fmt: skip
             groups = make_groups(tp, dp, rank, world)

@@ -57,15 +57,16 @@ def activation_parts_per_token(
     Per layer and in units of H elements: the inputs of attention and MLP (2), the sums that the two
     LayerNorms normalise (2), qkv (3), attention output (1), and the intermediate before and after
     its GELU (2 x I / H); without fused kernels also masks and copies, about as much again. With
-    sequence parallelism the two inputs stay as they were gathered, the sums are shared out. In fp8
-    the input of the MLP and what its GELU makes stay in one byte an element. With activation
-    checkpointing only the input of the layer stays, and one layer at a time is whole. 15% of the
-    tokens meet the vocabulary.
+    sequence parallelism inputs and sums are shared out (in fp8 the inputs stay as they were
+    gathered). In fp8 the input of the MLP and what its GELU makes stay in one byte an element. With
+    activation checkpointing only the input of the layer stays, and one layer at a time is whole. 15%
+    of the tokens meet the vocabulary.
     """
     size = 4 if precision == "fp32" else 2
     h, i, tp = config.hidden_size, config.intermediate_size, parallel.tp
     split = tp if parallel.sequence_parallel else 1
-    layer = size * (2 * h + 2 * h / split + 4 * h / tp + 2 * i / tp) * (1.0 if fused else 2.0)
+    inputs = 2 * h if precision == "fp8" else 2 * h / split
+    layer = size * (inputs + 2 * h / split + 4 * h / tp + 2 * i / tp) * (1.0 if fused else 2.0)
     if precision == "fp8" and fused:
         layer -= h + i / tp
     layers = (

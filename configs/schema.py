@@ -95,7 +95,9 @@ class ParallelConfig:
     zero_stage: int = 1
     # auto (lean, and DeepSpeed for zero_stage 2) | deepspeed | lean: both give the same losses
     engine: str = "auto"
-    sequence_parallel: bool = False
+    # Whether ranks share out the tokens between products. null: GPUs of one host that reach each
+    # other's memory do. true: others as well, by collectives, which is slower but takes less memory.
+    sequence_parallel: bool | None = None
     # Token budget of one forward pass on one GPU (packed). 0 = the largest that fits.
     micro_batch_tokens: int = 8192
     activation_checkpointing: bool = False

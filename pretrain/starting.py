@@ -21,11 +21,12 @@ from pretrain.checkpoint.folder import Damaged, checkpoints, resolve, set_aside
 from pretrain.checkpoint.reader import Reader, load_shard
 from pretrain.checkpoint.writer import Writer
 from pretrain.checks import Plan
-from pretrain.engine import Engine, LeanEngine
+from pretrain.engine import DTYPES, Engine, LeanEngine
 from pretrain.evaluation import Evaluator, unigram
 from pretrain.micro import Micro, RecordedMicro
 from pretrain.model import build
 from pretrain.model.init import start_at_sinusoids, start_at_unigram
+from pretrain.parallel.exchange import make_exchange
 from pretrain.parallel.groups import Groups, make_groups
 from pretrain.telemetry import Telemetry
 from pretrain.watchdog import Watchdog, connect
@@ -96,12 +97,20 @@ def _assemble(plan: Plan, device: torch.device, watchdog: Watchdog) -> Run:
     recipe = plan.recipe
     groups = make_groups(plan.tp, plan.world, plan.rank)
     kernels = select(recipe.train.kernels, device, recipe.train.precision)
+    activation = plan.micro_batch_tokens * plan.model.hidden_size
+    exchange = make_exchange(
+        groups.tp_group,
+        recipe.parallel.sequence_parallel,
+        device,
+        kernels,
+        activation * DTYPES[recipe.train.precision].itemsize,
+    )
     model, pieces = build(
         plan.model,
         groups.tp_group,
         kernels,
         seed=recipe.seed,
-        sequence_parallel=recipe.parallel.sequence_parallel,
+        exchange=exchange,
         recompute=recipe.parallel.activation_checkpointing,
         init=plan.newest == 0,
     )
@@ -153,9 +162,9 @@ def _assemble(plan: Plan, device: torch.device, watchdog: Watchdog) -> Run:
     for warning in plan.warnings:
         run.say(f"note: {warning}")
     what = (
-        f"{type(engine).__name__}, tp {groups.tp} x dp {groups.dp}, zero_stage "
-        f"{recipe.parallel.zero_stage}, {recipe.train.precision}, micro-batches of up to "
-        f"{plan.micro_batch_tokens} tokens"
+        f"{type(engine).__name__}, tp {groups.tp} x dp {groups.dp}, "
+        f"{'' if exchange is None else f'{exchange}, '}zero_stage {recipe.parallel.zero_stage}, "
+        f"{recipe.train.precision}, micro-batches of up to {plan.micro_batch_tokens} tokens"
     )
     run.say(f"LAMB: {', '.join(f'{k} {v}' for k, v in to_dict(recipe.optimizer).items())}")
     run.say(f"{'goes on from update ' + str(step) if step else 'starts'}: {what}")

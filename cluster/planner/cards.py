@@ -30,6 +30,9 @@ class Card:
     bandwidth: float
     nvlink: float  # bus bandwidth of a collective among the GPUs of a node, bytes/s a GPU
     collective_latency_s: float
+    exchange_s: (
+        float | None
+    )  # what a rank waits for the others' tokens; None: GPUs do not reach each other
     launch_s: float  # host time a micro-batch that no kernel hides
     update_s: float  # host time an update: clipping, logging, planning the next batch
     hook_s: float  # DeepSpeed's Python hooks, per parameter tensor and micro-batch
@@ -51,9 +54,9 @@ class Network:
 # LAMB over 334M parameters moves 42 bytes each in 4.8 ms. attention_rate: 0.47 ms a layer forward
 # and backward at length 128, of which 0.27 are traffic. nvlink: NCCL's bus bandwidth over NVLink 4.
 # Fitted to the runs in bench/results/measured.jsonl: hook_s (dp 2 with the DeepSpeed engine), fp8's
-# gain (128 and 512), and collective_latency_s (tp 2 and 4: what a sum costs beside its bytes, start
-# and waiting for the other rank included, less what runs beside a product); everything else was set
-# before those runs.
+# gain (128 and 512), collective_latency_s (tp 2 and 4: what a sum costs beside its bytes, start and
+# waiting for the other rank included, less what runs beside a product) and exchange_s (1.3B at tp 2,
+# on H200s); everything else was set before those runs.
 H100 = Card(
     name="H100",
     memory_bytes=79.6e9,
@@ -64,6 +67,7 @@ H100 = Card(
     bandwidth=2.9e12,
     nvlink=340e9,
     collective_latency_s=55e-6,
+    exchange_s=46e-6,
     launch_s=0.3e-3,
     update_s=3e-3,
     hook_s=105e-6,
@@ -93,6 +97,7 @@ CARDS = {
         bandwidth=1.75e12,
         nvlink=230e9,
         collective_latency_s=55e-6,
+        exchange_s=46e-6,
         launch_s=0.3e-3,
         update_s=3e-3,
         hook_s=105e-6,
@@ -110,6 +115,7 @@ CARDS = {
         bandwidth=0.87e12,
         nvlink=12e9,
         collective_latency_s=90e-6,
+        exchange_s=None,
         launch_s=0.3e-3,
         update_s=3e-3,
         hook_s=105e-6,

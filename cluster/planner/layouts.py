@@ -131,9 +131,9 @@ def recipe_layout(recipe: Recipe, gpus: int, gpus_per_node: int, card: Card) -> 
         parallel.activation_checkpointing,
         gpus_per_node,
         recipe.train.precision,
-        parallel.sequence_parallel,
-        engine_of(parallel, gpus // parallel.tp),
+        engine=engine_of(parallel, gpus // parallel.tp),
     )
+    layout = share_tokens(layout, parallel.sequence_parallel, card)
     if not parallel.micro_batch_tokens:
         fitting = [
             size
@@ -143,6 +143,18 @@ def recipe_layout(recipe: Recipe, gpus: int, gpus_per_node: int, card: Card) -> 
         ]
         layout = replace(layout, micro_batch_tokens=max(fitting, default=MICRO_BATCHES[0]))
     return layout
+
+
+def share_tokens(layout: Layout, wanted: bool | None, card: Card) -> Layout:
+    """With tokens shared out as the trainer will (`pretrain.parallel.exchange.make_exchange`).
+
+    wanted: parallel.sequence_parallel.
+    """
+    if layout.tp == 1 or wanted is False:
+        return layout
+    near = layout.tp <= layout.gpus_per_node and card.exchange_s is not None
+    peers = near and layout.precision != "fp8"
+    return replace(layout, sequence_parallel=peers or bool(wanted), peers=peers)
 
 
 def engine_of(parallel: ParallelConfig, dp: int) -> str:
@@ -179,7 +191,13 @@ def quickest(
 ) -> Plan | None:
     """The fitting layout that ends first; among equals the one with most memory left. None: none fits."""
     plans = (
-        evaluate(recipe, layout, card, network, fills)
+        evaluate(
+            recipe,
+            share_tokens(layout, recipe.parallel.sequence_parallel, card),
+            card,
+            network,
+            fills,
+        )
         for layout in candidates(recipe, gpus, gpus_per_node)
     )
     fitting = [plan for plan in plans if plan.fits]

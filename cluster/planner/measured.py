@@ -84,6 +84,7 @@ def compare(record: dict[str, Any]) -> Comparison:
         record.get("precision", "bf16"),
         record.get("sequence_parallel", False),
         record.get("engine", "lean"),
+        record.get("peers", False),
     )
     micros = record.get("micro_batches", 8)
     tokens = float(record["micro_batch_tokens"] * micros * dp)
@@ -95,7 +96,7 @@ def compare(record: dict[str, Any]) -> Comparison:
     cut = f" of {model.num_layers} layers" if "num_layers" in shape else ""
     what = f"{model.preset}{cut} @{record['length']} {record['card']} tp {tp} x dp {dp} zero {layout.zero_stage}"
     what += f" {layout.precision} {micros} x {record['micro_batch_tokens']}"
-    what += " sp" if layout.sequence_parallel else ""
+    what += " peers" if layout.peers else " sp" if layout.sequence_parallel else ""
     return Comparison(
         what,
         record["step_ms"],

@@ -27,8 +27,9 @@ class Layout:
     activation_checkpointing: bool = False
     gpus_per_node: int = 8
     precision: str = "bf16"
-    sequence_parallel: bool = False
+    sequence_parallel: bool = False  # tokens are shared out between products
     engine: str = "lean"  # lean | deepspeed, as parallel.engine
+    peers: bool = False  # and exchanged by copy engines (pretrain.parallel.peers)
 
     @property
     def gpus(self) -> int:
@@ -170,9 +171,15 @@ def _micro_parts(
     head_back = mm(masked, h, vocab) + mm(vocab, h, masked) + 2 * mm(masked, h, h)
     head_back += 2 * size * masked * vocab / card.bandwidth
     embed = 5 * size * t * h / card.bandwidth
-    # With sequence parallelism a sum is two collectives, and residuals' gradients are added apart.
-    waits = (2 if layout.sequence_parallel else 1) * card.collective_latency_s
-    reduce = layers * 2 * all_reduce_s(size * t * h, tp, card.nvlink, waits)
+    if layout.peers:
+        # Beside each product travels what it needs or makes.
+        link = size * t * h * (tp - 1) / tp / card.nvlink
+        seen = sum(max(0.0, link - mm(t, n, k)) for n, k in shapes)
+        reduce = layers * (seen + len(shapes) * (card.exchange_s or 0.0))
+    else:
+        # With sequence parallelism a sum is two collectives, and residuals' gradients are added apart.
+        waits = (2 if layout.sequence_parallel else 1) * card.collective_latency_s
+        reduce = layers * 2 * all_reduce_s(size * t * h, tp, card.nvlink, waits)
     residuals = layers * 6 * size * rows * h / card.bandwidth if layout.sequence_parallel else 0.0
     forward = {
         "matmuls": products,

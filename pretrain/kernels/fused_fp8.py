@@ -11,7 +11,13 @@ from pretrain.kernels.fused import (
     layer_norm,
     linear_cross_entropy,
 )
-from pretrain.kernels.triton_fp8 import forked_linear, linear, summed_linear
+from pretrain.kernels.triton_fp8 import (
+    forked_linear,
+    gathered_linear,
+    linear,
+    scattered_linear,
+    summed_linear,
+)
 from pretrain.kernels.triton_fp8_gelu import bias_gelu
 from pretrain.kernels.triton_fp8_norm import bias_dropout_add_norm
 
@@ -22,10 +28,12 @@ __all__ = [
     "dropout",
     "embedding",
     "forked_linear",
+    "gathered_linear",
     "lamb_apply",
     "lamb_moments",
     "layer_norm",
     "linear",
     "linear_cross_entropy",
+    "scattered_linear",
     "summed_linear",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from pretrain.kernels import exchanged
 from pretrain.kernels.hashing import attention_keep, hidden_keep, keep_scale
 
 Tensor = torch.Tensor
@@ -45,7 +47,10 @@ def bias_dropout_add_norm(
     site: int,
     seed: int,
 ) -> Tensor:
-    """LayerNorm(dropout(x + bias) + residual), the end of both halves of a post-LN layer. [T, H]"""
+    """LayerNorm(dropout(x + bias) + residual), the end of both halves of a post-LN layer. [T, H]; x may
+    be [n, T, H], to be added up."""
+    if x.dim() == 3:
+        x = x.sum(0)
     summed = dropout(x + bias, p, token_keys, site, seed) + residual
     return layer_norm(summed, weight, norm_bias, eps)
 
@@ -78,6 +83,29 @@ def summed_linear(x: Tensor, weight: Tensor, group: Any) -> Tensor:
     from megatron.core.tensor_parallel import mappings
 
     return mappings.reduce_from_tensor_model_parallel_region(F.linear(x, weight), group=group)
+
+
+def gathered_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, exchange: Any
+) -> tuple[Tensor, Tensor]:
+    """(x weight^T + bias [T, out], x) from this rank's tokens x [t, in] of sequence parallelism: all
+    ranks' tokens are multiplied. exchange: a `pretrain.parallel.exchange.Exchange`."""
+    return exchanged.gathered_linear(x, weight, bias, exchange, sum_of_products)
+
+
+def scattered_linear(x: Tensor, weight: Tensor, exchange: Any) -> Tensor:
+    """This rank's tokens [t, out] of x weight^T summed over the ranks, or [n, t, out] to be added up by
+    `bias_dropout_add_norm`; x [T, in]."""
+    return exchanged.scattered_linear(x, weight, exchange, sum_of_products)
+
+
+def sum_of_products(weight: Tensor, pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+    """The sum of grad^T x over (grad, x), of which there is one at least: a gradient of `weight`."""
+    total: Tensor | None = None
+    for grad, x in pairs:
+        total = grad.t() @ x if total is None else total.addmm_(grad.t(), x)
+    assert total is not None
+    return total
 
 
 def copy_to_group(x: Tensor, group: Any) -> Tensor:

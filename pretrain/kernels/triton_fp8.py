@@ -26,6 +26,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pretrain.kernels.triton_fp8_rounding import Eight, quantise, quantise_columns, turned
 from pretrain.kernels.triton_gradients import has_main, weight_gradient
+from pretrain.parallel.sequence import gather_tokens, reduce_scatter_tokens
 
 
 @triton.jit
@@ -172,3 +173,15 @@ def summed_linear(x: Tensor, weight: Tensor, group: Any) -> Tensor:
     from megatron.core.tensor_parallel import mappings
 
     return mappings.reduce_from_tensor_model_parallel_region(linear(x, weight), group=group)
+
+
+def gathered_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, exchange: Any
+) -> tuple[Tensor, Tensor]:
+    """See `plain.gathered_linear`; the whole is gathered before it is rounded."""
+    return linear(gather_tokens(x, exchange.group), weight, bias), x
+
+
+def scattered_linear(x: Tensor, weight: Tensor, exchange: Any) -> Tensor:
+    """See `plain.scattered_linear`."""
+    return reduce_scatter_tokens(linear(x, weight), exchange.group)

@@ -10,10 +10,14 @@ recomputed, autograd gives back another tensor of the same values, without its a
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from pretrain.kernels.plain import sum_of_products
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -73,10 +77,18 @@ def weight_gradient(weight: Tensor, grad: Tensor, x: Tensor, last: bool = True) 
 
     last=False: more comes for this weight in the same pass.
     """
+    return weight_gradients(weight, [(grad, x)], last)
+
+
+def weight_gradients(
+    weight: Tensor, pairs: Iterable[tuple[Tensor, Tensor]], last: bool = True
+) -> Tensor | None:
+    """The sum of grad^T x over (grad, x), which may be made one after the other; see above."""
     if not has_main(weight):
-        return grad.t() @ x
+        return sum_of_products(weight, pairs)
     main = weight.main_grad  # type: ignore[attr-defined]
-    torch.addmm(main, grad.t(), x, out_dtype=torch.float32, out=main)
+    for grad, x in pairs:
+        torch.addmm(main, grad.t(), x, out_dtype=torch.float32, out=main)
     if last:
         weight.main_grad_arrived()  # type: ignore[attr-defined]
     return None

@@ -18,7 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pretrain.kernels.triton_gradients import weight_gradient
+from pretrain.kernels import exchanged
+from pretrain.kernels.triton_gradients import weight_gradient, weight_gradients
 
 PARTS, PART_ROWS = 4, 2048  # a product's sum over ranks leaves in at most 4 parts, none smaller
 
@@ -118,3 +119,15 @@ def forked_linear(
 def summed_linear(x: Tensor, weight: Tensor, group: Any) -> Tensor:
     """See `plain.summed_linear`."""
     return _SummedLinear.apply(x, weight, group)
+
+
+def gathered_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, exchange: Any
+) -> tuple[Tensor, Tensor]:
+    """See `plain.gathered_linear`. The gradient that comes to the second result is overwritten."""
+    return exchanged.gathered_linear(x, weight, bias, exchange, weight_gradients)
+
+
+def scattered_linear(x: Tensor, weight: Tensor, exchange: Any) -> Tensor:
+    """See `plain.scattered_linear`."""
+    return exchanged.scattered_linear(x, weight, exchange, weight_gradients)

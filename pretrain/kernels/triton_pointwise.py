@@ -34,7 +34,7 @@ def _norm_forward(
     x, bias, residual, weight, norm_bias, token_keys, y, summed, means, scales, y8, stats,
     tokens, stream, eps,
     H: tl.constexpr, ROOT: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, EIGHT: tl.constexpr,
+    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, PARTS: tl.constexpr, EIGHT: tl.constexpr,
     THRESHOLD: tl.constexpr, KEEP_SCALE: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, BLOCK)
@@ -55,6 +55,9 @@ def _norm_forward(
         at = row.to(tl.int64)[:, None] * H + column[None, :]
         mask = there[:, None] & valid[None, :]
         z = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+        for part in tl.static_range(1, PARTS):
+            more = x + (tl.full([], part, tl.int64) * tokens) * H + at
+            z += tl.load(more, mask=mask, other=0.0).to(tl.float32)
         if RESIDUAL:
             r = tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
         if BIAS:
@@ -166,13 +169,13 @@ class Norm(torch.autograd.Function):
         ctx: Any, x, bias, residual, weight, norm_bias, eps, p, token_keys, site, seed,
         eight=False, from_eight=None,
     ):  # fmt: skip
-        tokens, hidden = x.shape
+        tokens, hidden = x.shape[-2:]
         block = triton.next_power_of_2(hidden)
-        y = torch.empty_like(x)
-        summed = x if residual is None else torch.empty_like(x)
+        y = x.new_empty(tokens, hidden)
+        summed = x if residual is None else torch.empty_like(y)
         means = torch.empty(tokens, dtype=torch.float32, device=x.device)
         scales = torch.empty_like(means)
-        y8 = torch.empty_like(x, dtype=torch.float8_e4m3fn) if eight else y
+        y8 = torch.empty_like(y, dtype=torch.float8_e4m3fn) if eight else y
         stats = torch.empty(2, tokens, dtype=torch.float32, device=x.device) if eight else means
         salt = signed(stream(seed, site))
         _norm_forward[(_programs(x.device, FORWARD_PROGRAMS),)](
@@ -180,12 +183,13 @@ class Norm(torch.autograd.Function):
             x if token_keys is None else token_keys, y, summed, means, scales, y8, stats,
             tokens, salt, eps,
             H=hidden, ROOT=hidden**0.5, BLOCK=block, BIAS=bias is not None,
-            RESIDUAL=residual is not None, EIGHT=eight,
+            RESIDUAL=residual is not None,
+            PARTS=x.shape[0] if x.dim() == 3 else 1, EIGHT=eight,
             THRESHOLD=threshold(p), KEEP_SCALE=keep_scale(p), **(FORWARD8 if eight else FORWARD),
         )  # fmt: skip
         ctx.save_for_backward(summed, weight, means, scales, token_keys)
         ctx.parameters = (weight, norm_bias, bias)
-        ctx.rest = (salt, p, residual is not None, from_eight)
+        ctx.rest = (salt, p, residual is not None, from_eight, x.shape)
         ctx.set_materialize_grads(False)
         if not eight:
             return y
@@ -196,7 +200,7 @@ class Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad, beside=None, *_):
         summed, weight, means, scales, token_keys = ctx.saved_tensors
-        salt, p, has_residual, from_eight = ctx.rest
+        salt, p, has_residual, from_eight, shape = ctx.rest
         bias = ctx.parameters[2]
         if grad is None:
             grad, beside = beside, None
@@ -222,6 +226,8 @@ class Norm(torch.autograd.Function):
         if eight:
             grad_x = from_eight(grad_residual, grad_x, stats)
         grad_weight, grad_norm_bias, grad_bias = collect(partial, *ctx.parameters)
+        if len(shape) == 3:
+            grad_x = grad_x.expand(shape)  # alike for all that was added up
         grads = (grad_x, grad_bias, grad_residual if has_residual else None)
         return *grads, grad_weight, grad_norm_bias, *(None,) * 7
 

@@ -7,6 +7,7 @@ from typing import Any
 from configs.model import ModelConfig
 from pretrain.model.bert import BertForPreTraining, LossSums
 from pretrain.model.init import initialise
+from pretrain.parallel.exchange import Exchange
 from pretrain.parallel.layers import PlainLayers, TensorParallelLayers
 from pretrain.parallel.pieces import Piece, pieces
 
@@ -18,7 +19,7 @@ def build(
     tp_group: Any = None,
     kernels: Any = None,
     seed: int = 0,
-    sequence_parallel: bool = False,
+    exchange: Exchange | None = None,
     recompute: bool = False,
     init: bool = True,
 ) -> tuple[BertForPreTraining, list[Piece]]:
@@ -27,6 +28,7 @@ def build(
     Args:
         config: resolved (`configs.model.resolve_model`). tp_group: None for one process.
         kernels: from `pretrain.kernels.select`; None takes the plain ones.
+        exchange: of sequence parallelism (`pretrain.parallel.exchange.make_exchange`); None without.
         seed: of initial weights and dropout. init=False leaves the weights zero, to be loaded.
     """
     if kernels is None:
@@ -35,12 +37,10 @@ def build(
         from pretrain.kernels import select
 
         kernels = select("plain", torch.device("cpu"))
-    layers = (
-        TensorParallelLayers(tp_group, sequence_parallel) if _size(tp_group) > 1 else PlainLayers()
-    )
+    layers = TensorParallelLayers(tp_group, exchange) if _size(tp_group) > 1 else PlainLayers()
     model = BertForPreTraining(config, layers, kernels, seed, recompute)
     parts = pieces(model, config, layers.tp, layers.rank)
-    if sequence_parallel and layers.tp > 1:
+    if layers.sequence_parallel:
         _mark_partial(model)
     if init:
         initialise(parts, config.initializer_range, seed)

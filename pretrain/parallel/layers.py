@@ -3,10 +3,10 @@
 A linear returns x W^T *without* its bias, which the model hands to the fused kernel that comes
 next; the product itself is one of the kernels given to it. Sharded parameters carry `tensor_model_parallel` and `partition_dim`, as Megatron-core's do.
 The collectives are Megatron-core's autograd mappings (those of sequence parallelism our own, see
-`sequence.py`; the fused products bring theirs along and hide them); with tp 1 there is none.
+`sequence.py`; products bring theirs along and hide them); with tp 1 there is none.
 
 With sequence parallelism (2205.05198) activations between a row and the next column layer are
-[T / tp, H]: every rank holds a contiguous T / tp of the tokens.
+[T / tp, H]: every rank holds a contiguous T / tp of the tokens. An `exchange.Exchange` moves them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pretrain.parallel.exchange import Exchange
 from pretrain.parallel.sequence import gather_tokens, reduce_scatter_tokens
 
 Lookup = Callable[[Tensor, Tensor], Tensor]
@@ -107,13 +108,15 @@ class PlainLayers:
 
 
 class TensorParallelLayers(PlainLayers):
-    """Every rank of `group` holds 1 / tp of each sharded weight (1909.08053, section 3)."""
+    """Every rank of `group` holds 1 / tp of each sharded weight (1909.08053, section 3), and with an
+    exchange 1 / tp of the tokens between a row and a column layer."""
 
-    def __init__(self, group: Any, sequence_parallel: bool = False) -> None:
+    def __init__(self, group: Any, exchange: Exchange | None = None) -> None:
         self.group = group
         self.tp = group.size()
         self.rank = group.rank()
-        self.sequence_parallel = sequence_parallel
+        self.exchange = exchange
+        self.sequence_parallel = exchange is not None
 
     def column(self, in_features: int, out_features: int) -> Linear:
         return ColumnLinear(self, in_features, out_features)
@@ -164,18 +167,18 @@ class ColumnLinear(Linear):
 
     def __init__(self, layers: TensorParallelLayers, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features // layers.tp)
-        self._group, self._sequence = layers.group, layers.sequence_parallel
+        self._group, self._exchange = layers.group, layers.exchange
         _sharded(self.weight, 0)
         _sharded(self.bias, 0)
 
     def forward(self, x: Tensor, kernels: Any, bias: Tensor | None = None) -> Tensor:
-        if self._sequence:
-            return kernels.linear(gather_tokens(x, self._group), self.weight, bias)
+        if self._exchange is not None:
+            return self.fork(x, kernels, bias)[0]
         return kernels.linear(x, self.weight, bias, self._group)
 
     def fork(self, x: Tensor, kernels: Any, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        if self._sequence:  # the residual is this rank's tokens alone
-            return self(x, kernels, bias), x
+        if self._exchange is not None:  # the residual is this rank's tokens alone
+            return kernels.gathered_linear(x, self.weight, bias, self._exchange)
         return kernels.forked_linear(x, self.weight, bias, self._group)
 
 
@@ -184,12 +187,12 @@ class RowLinear(Linear):
 
     def __init__(self, layers: TensorParallelLayers, in_features: int, out_features: int) -> None:
         super().__init__(in_features // layers.tp, out_features)
-        self._group, self._sequence = layers.group, layers.sequence_parallel
+        self._group, self._exchange = layers.group, layers.exchange
         _sharded(self.weight, 1)
 
     def forward(self, x: Tensor, kernels: Any) -> Tensor:
-        if self._sequence:
-            return reduce_scatter_tokens(kernels.linear(x, self.weight), self._group)
+        if self._exchange is not None:
+            return kernels.scattered_linear(x, self.weight, self._exchange)
         return kernels.summed_linear(x, self.weight, self._group)
 
 

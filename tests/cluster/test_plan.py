@@ -6,7 +6,14 @@ import pytest
 
 from cluster import plan
 from cluster.planner.cards import H100, NETWORK, find_card
-from cluster.planner.layouts import evaluate, gpus_for, memory_parts, quickest, recipe_layout
+from cluster.planner.layouts import (
+    evaluate,
+    gpus_for,
+    memory_parts,
+    quickest,
+    recipe_layout,
+    share_tokens,
+)
 from cluster.planner.measured import compare_all
 from cluster.planner.step_time import Layout, all_reduce_s, matmul_s, update_time
 from configs import UserError, load_recipe
@@ -81,13 +88,44 @@ def test_sequence_parallelism_shares_out_what_the_norms_keep():
     plain = Layout(2, 1, 0, 8192)
     shared = replace(plain, sequence_parallel=True)
     kept = [memory_parts(LARGE, layout)["activations"] for layout in (plain, shared)]
-    # Of each layer two tensors of [T, H] bf16; the gathered inputs of its two halves stay whole.
-    assert kept[0] - kept[1] == pytest.approx(24 * 2 * (1 - 1 / 2) * 8192 * 1024 * 2)
+    # Of each layer four tensors of [T, H] bf16: the inputs of its halves and what its norms take.
+    assert kept[0] - kept[1] == pytest.approx(24 * 4 * (1 - 1 / 2) * 8192 * 1024 * 2)
     times = [
         update_time(LARGE, layout, H100, NETWORK, 32768, 128).parts for layout in (plain, shared)
     ]
     more = times[1]["tensor-parallel collectives"] - times[0]["tensor-parallel collectives"]
     assert more == pytest.approx(4 * 24 * 4 * H100.collective_latency_s)  # two for each sum
+
+
+@pytest.mark.parametrize(
+    ("tp", "per_node", "precision", "card", "wanted", "shared", "peers"),
+    [
+        (1, 8, "bf16", "H100", None, False, False),
+        (2, 8, "bf16", "H100", None, True, True),
+        (2, 8, "bf16", "H100", False, False, False),
+        (2, 8, "fp8", "H100", None, False, False),
+        (2, 8, "fp8", "H100", True, True, False),
+        (8, 4, "bf16", "H100", None, False, False),
+        (2, 8, "bf16", "RTX4090", None, False, False),
+        (2, 8, "bf16", "RTX4090", True, True, False),
+    ],
+)
+def test_tokens_are_shared_out_as_the_trainer_does(
+    tp, per_node, precision, card, wanted, shared, peers
+):
+    layout = Layout(tp, 1, 0, 8192, gpus_per_node=per_node, precision=precision)
+    layout = share_tokens(layout, wanted, find_card(card))
+    assert (layout.sequence_parallel, layout.peers) == (shared, peers)
+
+
+def test_copy_engines_cost_less_than_sums():
+    layout = Layout(2, 1, 0, 16384)
+    peers = share_tokens(layout, None, H100)
+    key = "tensor-parallel collectives"
+    sums, copies = (
+        update_time(LARGE, each, H100, NETWORK, 16384, 128).parts[key] for each in (layout, peers)
+    )
+    assert 0 < copies < sums
 
 
 def test_checkpointing_trades_time_for_memory():

@@ -141,9 +141,11 @@ def test_attention_of_rows_longer_than_a_tile():
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("p", [0.0, 0.1])
 @pytest.mark.parametrize("hidden", [48] if INTERPRETED else [768, 1024, 2560])
-def test_bias_dropout_add_norm(hidden, p, dtype):
+@pytest.mark.parametrize("parts", [(), (2,), (4,)])
+def test_bias_dropout_add_norm(parts, hidden, p, dtype):
     tokens = 13 if INTERPRETED else 1111
-    x, residual = (torch.randn(tokens, hidden, device=DEVICE) for _ in range(2))
+    x = torch.randn(*parts, tokens, hidden, device=DEVICE)
+    residual = torch.randn(tokens, hidden, device=DEVICE)
     bias, weight, norm_bias = (torch.randn(hidden, device=DEVICE) for _ in range(3))
     token_keys = keys(tokens)
 
@@ -348,3 +350,14 @@ def test_collect_adds_to_main_gradients(count):
     assert collect(partial, *parameters) == [None] * count and arrived == list(range(count))
     for i, parameter in enumerate(parameters):
         close(parameter.main_grad - i, partial[:, i].double().sum(0), 1e-5)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_contributions_of_other_ranks_are_added(ranks, dtype):
+    own = torch.randn(100, 77, device=DEVICE, dtype=dtype)
+    parts = torch.randn(ranks, 100, 77, device=DEVICE, dtype=dtype)
+    exact = own.double() + parts.double().sum(0)
+    got = fused.add_parts(own, parts)
+    assert got.data_ptr() == own.data_ptr()
+    close(got, exact, torch.finfo(dtype).eps)

@@ -16,6 +16,7 @@ from pretrain.checkpoint.reader import Reader, load_shard
 from pretrain.checkpoint.writer import Writer
 from pretrain.model import build
 from pretrain.optim.reference import ReferenceLamb
+from pretrain.parallel.exchange import Exchange
 from pretrain.parallel.groups import Groups
 from tests.trainer.batches import pack, random_rows, tiny_config
 
@@ -136,7 +137,7 @@ def make_engine(layout: Layout, groups: Groups, optimizer: OptimizerConfig = OPT
         groups.tp_group,
         plain,
         seed=3,
-        sequence_parallel=layout.sequence,
+        exchange=Exchange(groups.tp_group) if layout.sequence else None,
         recompute=layout.recompute,
     )
     perturb(pieces)

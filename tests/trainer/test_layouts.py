@@ -23,7 +23,10 @@ FP32 = [
 ]
 FP32 += [Layout(1, 4, 1, 1), Layout(2, 2, 1, 4)]  # the lean engine's ZeRO-1
 FP32 += [Layout(2, 1, 0, 1, sequence=True), Layout(2, 2, 1, 4, "deepspeed", sequence=True)]
-FP32 += [Layout(4, 1, 0, 1, sequence=True), Layout(2, 2, 1, 1, "deepspeed", recompute=True)]
+FP32 += [
+    Layout(4, 1, 0, 1, sequence=True, recompute=True),
+    Layout(2, 2, 1, 1, "deepspeed", recompute=True),
+]
 FP32 += [Layout(1, 2, 1, 4, recorded=True), Layout(2, 2, 0, 1, recorded=True)]
 LOW = [
     Layout(2, 2, 1, 4, "lean", "bf16", recorded=True),
