@@ -11,6 +11,9 @@ from configs.loading import difference
 from configs.schema import Recipe
 from data_prep.shards import Shards
 
+# Keys that the sets of earlier versions do not name, with what these were built with.
+LATER: dict[str, Any] = {"single_prob": 0.0}
+
 
 def check_built(recipe: Recipe, shards: Mapping[str, Shards]) -> list[str]:
     """Compares with what `build` recorded; needs no text, only the index of each set.
@@ -29,17 +32,20 @@ def check_built(recipe: Recipe, shards: Mapping[str, Shards]) -> list[str]:
     notes = []
     for name, opened in shards.items():
         built = opened.index["settings"]
-        changes = _changes(built.get("shards", {}), _asked(recipe, name), f"shards.{name}.")
+        there = built.get("shards", {})
+        if "max_length" in there:  # else no build of a recipe
+            there = LATER | there
+        changes = _changes(there, _asked(recipe, name), f"shards.{name}.")
         if changes:
             raise UserError(
                 f"{opened.folder} was built with other settings:\n  " + "\n  ".join(changes),
                 "drop the override to train on what is there, or build it anew: in another work_dir, "
                 "or after deleting the folder",
             )
-        there, now = _sources_of(built), [asdict(s) | {"name": s.title} for s in recipe.sources]
-        if there and now:
-            lines = [f"{len(there)} there, {len(now)} now"] if len(there) != len(now) else []
-            for number, (a, b) in enumerate(zip(there, now)):
+        text, now = _sources_of(built), [asdict(s) | {"name": s.title} for s in recipe.sources]
+        if text and now:
+            lines = [f"{len(text)} there, {len(now)} now"] if len(text) != len(now) else []
+            for number, (a, b) in enumerate(zip(text, now)):
                 lines += _changes(a, b, f"sources.{number}.")
             if lines:
                 notes.append(f"{opened.folder} was built from other sources: {'; '.join(lines)}")

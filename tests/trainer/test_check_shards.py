@@ -16,6 +16,7 @@ from configs.model import resolve_model
 from configs.objectives import check_labels
 from configs.schema import ModelConfig, ShardsConfig
 from pretrain import checks
+from pretrain.check_shards import check_built
 from tests.data_prep.corpus import build, recipe_file, write_texts
 
 SETS = """
@@ -62,6 +63,15 @@ def test_other_settings_than_the_set_was_built_with_are_refused(recipe: Path, ke
     now = True if key == "static_masks" else CHANGED[key]
     assert caught.value.what.endswith(f"\n  shards.s.{key}: {THERE[key]} there, {now} now")
     assert "drop the override" in caught.value.remedy and "build" in caught.value.remedy
+
+
+def test_a_set_of_before_single_prob_has_no_single_segments(recipe: Path) -> None:
+    shards = plan(recipe).shards["s"]
+    del shards.index["settings"]["shards"]["single_prob"]
+    found = load_recipe(recipe, ["shards.s.single_prob=0.3"])
+    with pytest.raises(UserError, match=r"shards\.s\.single_prob: 0\.0 there, 0\.3 now"):
+        check_built(found, {"s": shards})
+    assert check_built(load_recipe(recipe, []), {"s": shards}) == []
 
 
 def test_only_sets_that_are_trained_on_count(recipe: Path) -> None:
