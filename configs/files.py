@@ -70,8 +70,12 @@ def read_json(path: Path, remedy: str) -> Any:
         raise UserError(f"{path} is damaged: {error}", remedy) from None
 
 
-def publish(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Writes a file beside its place, flushes it to the disk, then renames it: complete or absent."""
+def publish(path: Path, write: Callable[[BinaryIO], object], durable: bool = True) -> None:
+    """Writes a file beside its place, flushes it to the disk, then renames it: complete or absent.
+
+    durable=False: the renaming may be lost with the machine's power, and the folder may be moved by
+    whoever sees the file.
+    """
     temporary = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -84,7 +88,8 @@ def publish(path: Path, write: Callable[[BinaryIO], object]) -> None:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             error.filename = error.filename or str(path)  # a full disk does not say of which file
         raise
-    sync_folder(path.parent)
+    if durable:
+        sync_folder(path.parent)
 
 
 def publish_text(path: Path, text: str) -> None:

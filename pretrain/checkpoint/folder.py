@@ -11,7 +11,7 @@ from typing import Any
 from zlib import crc32
 
 from configs.errors import UserError
-from configs.files import publish_text
+from configs.files import publish
 from configs.log import LOG
 
 FORMAT = 1
@@ -67,10 +67,11 @@ def resolve(run: str | Path) -> Path:
     )
 
 
-def write_json(path: Path, values: dict[str, Any]) -> None:
-    """Writes and fsyncs JSON with its own checksum, atomically."""
+def write_json(path: Path, values: dict[str, Any], durable: bool = True) -> None:
+    """Writes and fsyncs JSON with its own checksum, atomically. durable: see `configs.files.publish`."""
     body = json.dumps(values, sort_keys=True)
-    publish_text(path, f'{{"crc32": {crc32(body.encode())}, "body": {body}}}\n')
+    text = f'{{"crc32": {crc32(body.encode())}, "body": {body}}}\n'
+    publish(path, lambda file: file.write(text.encode()), durable)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -165,7 +165,9 @@ class Writer:
         name = f"rank-{rank:05d}-of-{world:05d}.safetensors"
         checksums = write_boxes(folder / name, boxes)
         size = (folder / name).stat().st_size
-        write_json(folder / f"{name}.json", {"bytes": size, "boxes": checksums})
+        sync_folder(folder)
+        # Rank 0 gives the folder its name once it has seen them all: it may be gone behind this.
+        write_json(folder / f"{name}.json", {"bytes": size, "boxes": checksums}, durable=False)
         if rank == 0:
             self._publish(folder, final, meta)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from dataclasses import dataclass
 from math import prod
 from zlib import crc32
@@ -13,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from configs import files
 from configs.errors import UserError
 from configs.loading import to_dict
 from configs.model import padded_vocab, resolve_model
@@ -338,6 +340,28 @@ def test_what_goes_wrong_in_the_thread_is_raised(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="GB free"):
         writer.wait()
     assert latest(tmp_path) is None
+
+
+def test_a_part_is_done_when_rank_0_sees_it(tmp_path, monkeypatch):
+    """The folder may get its name while that part's rank still waits for its disk."""
+    sync = files.sync_folder
+
+    def slow(folder):
+        if not list(folder.glob("rank-00000*")):
+            time.sleep(0.5)
+        sync(folder)
+
+    monkeypatch.setattr(files, "sync_folder", slow)
+    first, second = ranks(2, 1, 0)
+    late = Writer(tmp_path, second.groups, 3, "a")
+    late.save(5, second.shard, {"model": {}})
+    while not list(tmp_path.glob("*/*/rank-00001*.json")):
+        time.sleep(0.01)
+    writer = Writer(tmp_path, first.groups, 3, "a")
+    writer.save(5, first.shard, {"model": {}})
+    writer.close()
+    late.close()
+    assert [step for step, _ in checkpoints(tmp_path)] == [5]
 
 
 def test_training_may_change_the_weights_while_a_save_runs(tmp_path):
