@@ -214,7 +214,7 @@ def _build_set(plan: Plan, name: str, counts: list[dict[str, Any]], executor: Ex
     groups, used = executor.once(start)
     sizes = [group.tokens for group in groups]
     made = executor.map(build_group, context, groups, sizes, f"{name}: make rows", "tokens")
-    tasks = _parts(context, groups, made, plan.recipe.prep.part_mb)
+    tasks = executor.once(lambda: _parts(context, groups, made, plan.recipe.prep.part_mb))
     entries = executor.map(
         build_part, context, tasks, [1] * len(tasks), f"{name}: shuffle into parts", "parts"
     )
@@ -233,19 +233,20 @@ def _parts(
         size = int(tokens * np.dtype(context.layout.token_type).itemsize * masks) + rows * 8
         total = -(-size // (part_mb << 20))
         tasks += [PartTask(kind, number, total, own) for number in range(total)]
-    if tasks and tasks[0].kind == HELD_OUT:
+    if any(task.kind == TRAIN for task in tasks):
+        return tasks
+    remove(context.work)  # else the same set with other settings would be refused
+    if tasks:
         raise UserError(
             f"prep.held_out={context.documents.prep.held_out:g} held out every document that gives rows",
             "give more text, cut it into more documents (sources.N.document=window or chapter), or"
             " set prep.held_out=0; a source's weight below 1 leaves documents out as well",
         )
-    if not tasks:
-        raise UserError(
-            "not a single training row came out of the sources",
-            "more text is needed: a row of two segments takes a document of two sentences or two documents;"
-            " a source's weight below 1 leaves documents out",
-        )
-    return tasks
+    raise UserError(
+        "not a single training row came out of the sources",
+        "more text is needed: a row of two segments takes a document of two sentences or two documents;"
+        " a source's weight below 1 leaves documents out",
+    )
 
 
 def _finish(

@@ -378,6 +378,7 @@ def test_text_that_is_held_out_as_a_whole_is_an_error(tmp_path: Path, single: st
     recipe = recipe_file(tmp_path, write_texts(tmp_path / "text", files=1))
     with pytest.raises(UserError, match="prep.held_out=0.999 held out every document"):
         build(recipe, "prep.held_out=0.999", f"shards.len64.single_prob={single}")
+    open_checked(build(recipe, "prep.held_out=0") / "len64")  # as the message advises
 
 
 def test_unknown_words_are_counted(tmp_path: Path) -> None:
