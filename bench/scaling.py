@@ -141,6 +141,8 @@ def main() -> None:
     unknown = set(options.models) - set(RUNS)
     if unknown:
         parser.error(f"{', '.join(sorted(unknown))}: not one of {', '.join(RUNS)}")
+    if not torch.cuda.is_available():
+        raise SystemExit("bench.scaling needs CUDA GPUs, one a process")
     env = distributed_environment()
     rank, world = int(env["RANK"]), int(env["WORLD_SIZE"])
     torch.cuda.set_device(int(env["LOCAL_RANK"]))
