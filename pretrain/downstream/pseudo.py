@@ -137,7 +137,10 @@ def _score(
     at = torch.arange(len(copies), device=copies.device)
     targets = copies[at, place]
     copies[at, place] = mask_id
-    hidden = model.encode(uniform_rows(copies, types))
+    # Some twice, so that tensor-parallel ranks can share out the tokens.
+    tp = model.s.layers.tp
+    every = torch.arange(-(-len(at) // tp) * tp, device=at.device) % len(at)
+    hidden = model.encode(uniform_rows(copies[every], types[every]))
     logits = model.logits(hidden[at * copies.shape[1] + place]).float()
     return torch.log_softmax(logits, -1)[at, targets]
 

@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pretrain.data.packing import SMALLEST
+
 
 class Exchange:
     """By the collectives of a process group.
@@ -149,9 +151,9 @@ def make_exchange(
             True: else by collectives, which hide less than sums over whole activations do, but need
             less memory. kernels: from `pretrain.kernels.select`.
         size: bytes of one [T, H] activation of the largest micro-batch.
-    Collective over the group.
+    Collective over the group. A size of it that does not divide SMALLEST has no even shares.
     """
-    if group is None or group.size() == 1 or wanted is False:
+    if group is None or group.size() == 1 or wanted is False or SMALLEST % group.size():
         return None
     if device.type == "cuda" and hasattr(kernels, "add_parts"):
         from pretrain.parallel.peers import connect

@@ -21,9 +21,9 @@ CAPACITY = TOKENS * HIDDEN * 8
 class SharedFiles:
     """Symmetric memory as torch's, on files that all processes map; ranks are late at random."""
 
-    def __init__(self, folder: Path, rank: int, size: int) -> None:
+    def __init__(self, folder: Path, rank: int, size: int, capacity: int = CAPACITY) -> None:
         self.rank, self.size, self.random = rank, size, random.Random(rank)
-        self.memory = [self._map(folder / f"{r}.memory", SLOTS * CAPACITY) for r in range(size)]
+        self.memory = [self._map(folder / f"{r}.memory", SLOTS * capacity) for r in range(size)]
         self.pads = [self._map(folder / f"{r}.pad", 4096) for r in range(size)]
 
     @staticmethod

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 
@@ -22,9 +24,12 @@ def test_products_and_gradients_are_those_of_one_process(size, tmp_path):
                     torch.testing.assert_close(b, a, rtol=1e-12, atol=1e-12, msg=kind)
 
 
-class TwoRanks:
+@dataclass
+class Ranks:
+    n: int = 2
+
     def size(self) -> int:
-        return 2
+        return self.n
 
     def rank(self) -> int:
         return 0
@@ -34,9 +39,10 @@ class TwoRanks:
     ("wanted", "kind"), [(None, type(None)), (True, Exchange), (False, type(None))]
 )
 def test_without_gpus_tokens_are_shared_out_where_that_is_asked_for(wanted, kind):
-    made = make_exchange(TwoRanks(), wanted, torch.device("cpu"), plain, 1024)
+    made = make_exchange(Ranks(), wanted, torch.device("cpu"), plain, 1024)
     assert type(made) is kind
-    assert make_exchange(None, wanted, torch.device("cpu"), plain, 1024) is None
+    for uneven in (None, Ranks(1), Ranks(3)):
+        assert make_exchange(uneven, wanted, torch.device("cpu"), plain, 1024) is None
 
 
 @pytest.mark.gpu

@@ -16,6 +16,7 @@ from cluster.environment import free_port
 from configs.log import read_log
 from pretrain.checkpoint import latest, load_logical, read_meta, save_logical
 from pretrain.checkpoint.folder import checkpoints
+from tests.downstream.test_blimp import blimp_file
 from tests.trainer.launch import REPO
 from tests.trainer.runs import (
     UPDATES,
@@ -328,12 +329,11 @@ def test_deepspeed_runs_in_one_process(whole, tmp_path, stage):
     assert losses(run) == pytest.approx(six, abs=1e-6)
 
 
-def test_a_zero_shot_probe_stands_beside_the_held_out_scores(whole, tmp_path, real_data):
+def spell(folder: Path) -> None:
+    """A tokenizer that knows a few words and spells the others."""
     from tokenizers import BertWordPieceTokenizer
     from transformers import PreTrainedTokenizerFast
 
-    run = fresh(whole, tmp_path / "run")
-    (run / "vocab").unlink()
     words = [
         "[PAD]",
         "[UNK]",
@@ -345,9 +345,13 @@ def test_a_zero_shot_probe_stands_beside_the_held_out_scores(whole, tmp_path, re
     words += list("abcdefghijklmnopqrstuvwxyz'.,") + ["the", "a", "who", "is", "was"]
     wordpiece = BertWordPieceTokenizer({w: i for i, w in enumerate(words)})
     marks = {f"{k}_token": f"[{k.upper()}]" for k in ("pad", "unk", "cls", "sep", "mask")}
-    PreTrainedTokenizerFast(tokenizer_object=wordpiece._tokenizer, **marks).save_pretrained(
-        run / "vocab"
-    )
+    PreTrainedTokenizerFast(tokenizer_object=wordpiece._tokenizer, **marks).save_pretrained(folder)
+
+
+def test_a_zero_shot_probe_stands_beside_the_held_out_scores(whole, tmp_path, real_data):
+    run = fresh(whole, tmp_path / "run")
+    (run / "vocab").unlink()
+    spell(run / "vocab")
     probe = f"train.probe={real_data / 'blimp' / 'blimp.parquet'}"
     assert train(
         run, probe, "train.probe_pairs=67", "train.stop_at=2", "model.max_position_embeddings=256"
@@ -357,3 +361,19 @@ def test_a_zero_shot_probe_stands_beside_the_held_out_scores(whole, tmp_path, re
     }
     assert set(scores) == {0, 2}, output(run)
     assert all(0 <= s <= 100 for s in scores.values())
+
+
+def test_ranks_that_reach_each_others_memory(whole, tmp_path, monkeypatch):
+    """Passes of several shapes that use the same slots each time, and evaluations and probes of
+    other shapes in between, some of them too large for a slot: the losses are those of one process."""
+    run = fresh(whole, tmp_path / "run")
+    (run / "vocab").unlink()
+    spell(run / "vocab")
+    monkeypatch.setenv("SHARED_FILES", str(tmp_path / "files"))
+    probe = (f"train.probe={blimp_file(tmp_path)}", "train.probe_pairs=30", "train.eval_every=3")
+    overrides = ("parallel.tp=2", "train.stop_at=26", *probe)
+    assert train(run, *overrides, size=2, accident="peers:0") == [0, 0], output(run)
+    assert "tp 2 x dp 1, tokens shared out by copy engines" in output(run)
+    wanted = {k: v for k, v in losses(whole).items() if k <= 26}
+    assert losses(run) == pytest.approx(wanted, abs=1e-5)
+    assert sorted(evaluations(run)) == [*range(0, 25, 3), 26]
