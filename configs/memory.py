@@ -8,6 +8,7 @@ from configs.schema import ParallelConfig
 GIB = 2**30
 _CONTEXT = 1.5 * GIB  # CUDA context, communication buffers, library workspaces
 _FRAGMENTS = 1.1  # what the allocator loses
+_SLOTS = 4  # activations in transit between tensor-parallel ranks (pretrain.parallel.peers)
 
 
 def parameters_per_rank(config: ModelConfig, tp: int) -> int:
@@ -86,12 +87,19 @@ def activation_bytes_per_token(
     return sum(activation_parts_per_token(config, parallel, precision, fused).values())
 
 
+def _bytes_per_token(config: ModelConfig, parallel: ParallelConfig, precision: str) -> float:
+    """With what the allocator loses, and the slots, which do not come from it."""
+    size = 4 if precision == "fp32" else 2
+    slots = _SLOTS * size * config.hidden_size if parallel.sequence_parallel else 0
+    return _FRAGMENTS * activation_bytes_per_token(config, parallel, precision) + slots
+
+
 def training_bytes(
     config: ModelConfig, parallel: ParallelConfig, dp: int, precision: str, tokens: int
 ) -> float:
     """Everything on the card for micro-batches of `tokens` tokens."""
-    work = tokens * activation_bytes_per_token(config, parallel, precision)
-    return _CONTEXT + _FRAGMENTS * (state_bytes(config, parallel, dp, precision) + work)
+    state = _FRAGMENTS * state_bytes(config, parallel, dp, precision)
+    return _CONTEXT + state + tokens * _bytes_per_token(config, parallel, precision)
 
 
 def largest_micro_batch(
@@ -99,5 +107,5 @@ def largest_micro_batch(
 ) -> int:
     """Most tokens a micro-batch may have on this card, a multiple of 128 up to 65536 (0: none)."""
     left = card_bytes - _CONTEXT - _FRAGMENTS * state_bytes(config, parallel, dp, precision)
-    tokens = left / (_FRAGMENTS * activation_bytes_per_token(config, parallel, precision))
+    tokens = left / _bytes_per_token(config, parallel, precision)
     return max(0, min(65536, int(tokens) // 128 * 128))

@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +185,11 @@ def _check_layout(recipe: Recipe, world: int) -> None:
             "parallel.sequence_parallel=true has no meaning with parallel.tp=1",
             "set tp above 1 or sequence_parallel=false",
         )
+    if parallel.sequence_parallel and SMALLEST % tp:
+        raise UserError(
+            f"parallel.sequence_parallel=true cannot share out tokens evenly over parallel.tp={tp}",
+            f"choose a tp that divides {SMALLEST}, or sequence_parallel=false",
+        )
     if recipe.optimizer.implementation != "lambert":
         check_implementation(recipe, world)
 
@@ -352,8 +357,13 @@ def _micro_batch(recipe: Recipe, plan: Plan, cards: list[int]) -> int:
         return tokens or CPU_MICRO_BATCH
     longest = max(s.max_length for s in plan.shards.values())
     fits = largest_micro_batch(plan.model, parallel, plan.dp, precision, card)
-    need = training_bytes(plan.model, parallel, plan.dp, precision, tokens or longest)
-    if fits < longest or (tokens and need > card):
+    # Whether GPUs reach each other, and so keep shares of the tokens, is known only later: what
+    # may fit is not refused, and what is chosen here fits either way.
+    counted = (
+        replace(parallel, sequence_parallel=True) if tokens and _may_share(recipe) else parallel
+    )
+    need = training_bytes(plan.model, counted, plan.dp, precision, tokens or longest)
+    if need > card if tokens else fits < longest:
         raise UserError(
             f"{parameter_count(plan.model) / 1e6:.0f}M parameters with tp={plan.tp}, dp={plan.dp}, "
             f"zero_stage={parallel.zero_stage}, precision={precision} and micro-batches of "
@@ -362,6 +372,18 @@ def _micro_batch(recipe: Recipe, plan: Plan, cards: list[int]) -> int:
             "parallel.activation_checkpointing=true, raise tp, or use zero_stage=1 on more processes",
         )
     return tokens or fits
+
+
+def _may_share(recipe: Recipe) -> bool:
+    """Whether tokens are shared out where GPUs allow it (`pretrain.parallel.exchange.make_exchange`)."""
+    parallel, train = recipe.parallel, recipe.train
+    able = train.kernels == "auto" and train.precision != "fp8"
+    return (
+        parallel.tp > 1
+        and able
+        and parallel.sequence_parallel is not False
+        and SMALLEST % parallel.tp == 0
+    )
 
 
 def _check_compiler(recipe: Recipe) -> None:

@@ -135,10 +135,12 @@ def recipe_layout(recipe: Recipe, gpus: int, gpus_per_node: int, card: Card) -> 
     )
     layout = share_tokens(layout, parallel.sequence_parallel, card)
     if not parallel.micro_batch_tokens:
+        # As the trainer, which does not yet know whether tokens will be shared out.
+        counted = replace(layout, sequence_parallel=bool(parallel.sequence_parallel))
         fitting = [
             size
             for size in MICRO_BATCHES
-            if sum(memory_parts(model, replace(layout, micro_batch_tokens=size)).values())
+            if sum(memory_parts(model, replace(counted, micro_batch_tokens=size)).values())
             <= card.memory_bytes
         ]
         layout = replace(layout, micro_batch_tokens=max(fitting, default=MICRO_BATCHES[0]))
@@ -150,7 +152,7 @@ def share_tokens(layout: Layout, wanted: bool | None, card: Card) -> Layout:
 
     wanted: parallel.sequence_parallel.
     """
-    if layout.tp == 1 or wanted is False:
+    if layout.tp == 1 or wanted is False or layout.tp not in TP:
         return layout
     near = layout.tp <= layout.gpus_per_node and card.exchange_s is not None
     peers = near and layout.precision != "fp8"

@@ -90,6 +90,10 @@ def test_sequence_parallelism_shares_out_what_the_norms_keep():
     kept = [memory_parts(LARGE, layout)["activations"] for layout in (plain, shared)]
     # Of each layer four tensors of [T, H] bf16: the inputs of its halves and what its norms take.
     assert kept[0] - kept[1] == pytest.approx(24 * 4 * (1 - 1 / 2) * 8192 * 1024 * 2)
+    # What is on its way lies in four slots of [T, H] beside the allocator's memory.
+    outside = [memory_parts(LARGE, x)["context and allocator"] for x in (plain, shared)]
+    slots = outside[1] - outside[0] + 0.1 * (kept[0] - kept[1])
+    assert slots == pytest.approx(4 * 8192 * 1024 * 2)
     times = [
         update_time(LARGE, layout, H100, NETWORK, 32768, 128).parts for layout in (plain, shared)
     ]
@@ -104,6 +108,7 @@ def test_sequence_parallelism_shares_out_what_the_norms_keep():
         (2, 8, "bf16", "H100", None, True, True),
         (2, 8, "bf16", "H100", False, False, False),
         (2, 8, "fp8", "H100", None, False, False),
+        (3, 8, "bf16", "H100", None, False, False),
         (2, 8, "fp8", "H100", True, True, False),
         (8, 4, "bf16", "H100", None, False, False),
         (2, 8, "bf16", "RTX4090", None, False, False),

@@ -29,6 +29,7 @@ REFUSED = [
     (["parallel.engine=deepspeed", "parallel.zero_stage=0"], 2, r"zero_stage=0 would accumulate in low"),
     (["parallel.engine=fast"], 1, r"parallel.engine=fast is not known"),
     (["parallel.sequence_parallel=true"], 2, r"sequence_parallel=true has no meaning"),
+    (["parallel.sequence_parallel=true", "parallel.tp=3"], 3, r"cannot share out tokens evenly over parallel.tp=3"),
     (["phases.0.global_batch=3"], 4, r"global_batch=3 rows cannot be shared out over 4"),
     (["phases.1.steps=0"], 1, r"phases.1.steps=0"),
     (["optimizer.trust_ratio_min=2", "optimizer.trust_ratio_max=1"], 1, r"trust_ratio_min=2.0 is above"),
@@ -131,6 +132,14 @@ def test_memory_is_estimated_against_the_card(run, monkeypatch):
         run, *large, "parallel.micro_batch_tokens=0", "parallel.activation_checkpointing=true"
     )
     assert more.micro_batch_tokens > 2 * fits.micro_batch_tokens
+    # Two GPUs that may share out tokens: refused only where that would not do either.
+    large.append("parallel.tp=2")
+    apart = plan(run, *large, "parallel.micro_batch_tokens=0", world=2).micro_batch_tokens
+    tight = [*large, f"parallel.micro_batch_tokens={apart + 1024}"]
+    assert plan(run, *tight, world=2).micro_batch_tokens == apart + 1024
+    for alone in ("parallel.sequence_parallel=false", "train.kernels=plain"):
+        with pytest.raises(UserError, match="the card has 12.0"):
+            plan(run, *tight, alone, world=2)
     with pytest.raises(UserError, match=r"8176M parameters .* need about 1\d\d"):
         plan(run, "model.preset=megatron-8.3b", "model.hidden_size=0", "model.num_heads=0")
 
