@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -156,16 +156,22 @@ def connect(
 
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # nothing here uses it
     capacity = -(-size // ALIGN) * ALIGN
-    handle = None
-    try:
+    memory: Any = None
+    handle: Any = None
+    with suppress(RuntimeError):  # a driver without such memory, or none left
         memory = symmetric.empty(SLOTS * capacity, dtype=torch.uint8, device=device)
+    if not _everywhere(memory is not None, group, device):  # or the others would wait for this one
+        return None
+    with suppress(RuntimeError):  # no peer access, or containers that keep processes apart
         handle = symmetric.rendezvous(memory, group)
-    except RuntimeError:  # no peer access, or containers that keep processes apart
-        pass
-    able = torch.tensor([handle is not None], dtype=torch.int32, device=device)
-    dist.all_reduce(able, op=dist.ReduceOp.MIN, group=group)
-    if not able.item():
+    if not _everywhere(handle is not None, group, device):
         return None
     peers = Peers(group, handle, capacity, Lane(device), add)
     peers.memory = memory  # type: ignore[attr-defined]
     return peers
+
+
+def _everywhere(done: bool, group: Any, device: torch.device) -> bool:
+    every = torch.tensor([done], dtype=torch.int32, device=device)
+    dist.all_reduce(every, op=dist.ReduceOp.MIN, group=group)
+    return bool(every.item())

@@ -139,6 +139,23 @@ def both(kinds: list[str], folder: Path, steps: int) -> dict[str, list[tuple[lis
     return out
 
 
+def refused(step: str) -> bool:
+    """Whether a rank on which `step` fails leaves all of them without peers, and none waiting."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    def fail(*_, **__):
+        raise RuntimeError("out of memory")
+
+    def fine(*_, **__):
+        assert step != "empty", "waits for the rank that has no memory"
+        return torch.empty(1)
+
+    first = dist.get_rank() == 0
+    symmetric.empty = fail if step == "empty" and first else lambda *_, **__: torch.empty(1)
+    symmetric.rendezvous = fail if first else fine
+    return connect(dist.group.WORLD, torch.device("cpu"), CAPACITY, add) is None
+
+
 def on_gpus(steps: int) -> list[tuple[list, list]]:
     """The same between the GPUs of this host, one a rank."""
     device = torch.device("cuda", dist.get_rank())

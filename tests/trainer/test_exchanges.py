@@ -45,6 +45,11 @@ def test_without_gpus_tokens_are_shared_out_where_that_is_asked_for(wanted, kind
         assert make_exchange(uneven, wanted, torch.device("cpu"), plain, 1024) is None
 
 
+@pytest.mark.parametrize("step", ["empty", "rendezvous"])
+def test_a_rank_that_cannot_join_keeps_all_from_it(step):
+    assert world(2, "tests.trainer.exchanges:refused", step) == [True, True]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_gpus_that_reach_each_other_do_the_same():
