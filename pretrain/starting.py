@@ -95,6 +95,8 @@ def _assemble(plan: Plan, device: torch.device, watchdog: Watchdog) -> Run:
     from pretrain.kernels import is_fused, select
 
     recipe = plan.recipe
+    # The largest that fits is another on a machine of other cards; all pack alike.
+    plan.micro_batch_tokens = _smallest_anywhere(plan.micro_batch_tokens)
     groups = make_groups(plan.tp, plan.world, plan.rank)
     kernels = select(recipe.train.kernels, device, recipe.train.precision)
     activation = plan.micro_batch_tokens * plan.model.hidden_size
@@ -289,6 +291,14 @@ def _same_everywhere(value: Any) -> Any:
     box = [value]
     dist.broadcast_object_list(box, 0)
     return box[0]
+
+
+def _smallest_anywhere(value: int) -> int:
+    if not dist.is_initialized():
+        return value
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, value)
+    return int(min(every))
 
 
 def _evaluator(plan: Plan, groups: Groups, device: torch.device) -> Evaluator | None:

@@ -6,6 +6,7 @@ WHAT is kind:number[:rank], for this process if its RANK is `rank` (default: any
     hang:7      the process stops doing anything before update 7
     oom:7       GPU memory runs out in update 7     none:0    nothing happens
     weights:7   update 7 leaves a weight that is NaN
+    card:128    no accident, but a card for micro-batches of so many tokens
     peers:0     no accident, but GPUs: tensor-parallel ranks write into each other's memory, and
                 passes of one shape use the same slots each time, as recorded ones do
 fp16 runs on the CPU here, as if a GPU had been found.
@@ -30,11 +31,16 @@ def arm(what: str) -> None:
     import pretrain.micro as micro
     from pretrain.trainer import Trainer
 
+    import pretrain.checks as checks
+
     kind, numbers, *rank = what.split(":")
     if rank and os.environ.get("RANK", "0") != rank[0]:
         return
     first, _, last = numbers.partition("-")
     begin, end = int(first), int(last) if last else (10**9 if kind == "nan" else int(first))
+    if kind == "card":
+        checks.CPU_MICRO_BATCH = begin
+        return
     update, write, call = Trainer.update, writer.write_boxes, micro.Micro.__call__
     saves = 0
 

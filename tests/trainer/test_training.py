@@ -377,3 +377,11 @@ def test_ranks_that_reach_each_others_memory(whole, tmp_path, monkeypatch):
     wanted = {k: v for k, v in losses(whole).items() if k <= 26}
     assert losses(run) == pytest.approx(wanted, abs=1e-5)
     assert sorted(evaluations(run)) == [*range(0, 25, 3), 26]
+
+
+def test_machines_with_other_cards_pack_alike(whole, tmp_path):
+    run = fresh(whole, tmp_path / "run")
+    overrides = ("parallel.micro_batch_tokens=0", "train.stop_at=3")
+    assert train(run, *overrides, size=2, accident="card:128:1") == [0, 0], output(run)
+    assert "micro-batches of up to 128 tokens" in output(run)
+    assert losses(run) == pytest.approx({k: losses(whole)[k] for k in (1, 2, 3)}, abs=1e-5)
