@@ -10,7 +10,7 @@ from pathlib import Path
 from cluster.planner.cards import NETWORK, Network, find_card
 from cluster.planner.layouts import Plan, evaluate, gpus_for, quickest, recipe_layout
 from cluster.planner.measured import MEMORY_WITHIN, TIME_WITHIN, Comparison, compare_all
-from cluster.planner.step_time import MASKED
+from cluster.planner.step_time import MASKED, Layout
 from configs import UserError, load_recipe
 from configs.console import duration
 from configs.model import model_flops, parameter_count
@@ -104,6 +104,7 @@ def report(recipe: Recipe, own: Plan, best: Plan | None, fills: dict[str, float]
             "tp x dp": lambda p: f"{p.layout.tp} x {p.layout.dp}",
             "zero_stage": lambda p: str(p.layout.zero_stage),
             "engine": lambda p: p.layout.engine,
+            "tokens shared out": lambda p: _shared(p.layout),
             "micro_batch_tokens": lambda p: f"{p.layout.micro_batch_tokens}",
             "activation checkpointing": lambda p: (
                 "yes" if p.layout.activation_checkpointing else "no"
@@ -165,6 +166,12 @@ def _memory_cell(part: str):
 
 def _time_cell(phase: int, part: str):
     return lambda p: f"{1000 * p.phases[phase].time.parts.get(part, 0):.1f}"
+
+
+def _shared(layout: Layout) -> str:
+    if layout.peers:
+        return "by copy engines"
+    return "by collectives" if layout.sequence_parallel else "no"
 
 
 def _tflops(plan: Plan, number: int) -> float:
