@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import os
 import shutil
 import subprocess
@@ -13,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from configs.errors import UserError
-from configs.files import make_folder
 from configs.loading import difference, to_dict
 from configs.memory import GIB, largest_micro_batch, training_bytes
 from configs.model import ModelConfig, parameter_count
 from configs.schema import Recipe
 from data_prep.shards import Shards, open_shards
+from pretrain.check_disk import check_disk
 from pretrain.check_model import check_model
 from pretrain.check_shards import check_built
 from pretrain.checkpoint.folder import (
@@ -26,7 +24,6 @@ from pretrain.checkpoint.folder import (
     Damaged,
     check_sizes,
     checkpoints,
-    incomplete,
     missing_kinds,
     read_meta,
     resolve,
@@ -128,7 +125,7 @@ def check(recipe: Recipe, env: Mapping[str, str]) -> Plan:
     plan.micro_batch_tokens = _micro_batch(recipe, plan, cards)
     if device == "cuda" or recipe.optimizer.implementation == "deepspeed":
         _check_compiler(recipe)
-    _check_disk(recipe, plan)
+    check_disk(recipe, plan)
     return plan
 
 
@@ -393,29 +390,4 @@ def _check_compiler(recipe: Recipe) -> None:
         raise UserError(
             "no C compiler (cc, gcc or clang) on this machine, and the GPU kernels are compiled at the start",
             "install gcc, or set train.kernels=plain (and optimizer.implementation=lambert)",
-        )
-
-
-def _check_disk(recipe: Recipe, plan: Plan) -> None:
-    if plan.rank != 0:
-        return
-    make_folder(plan.train_dir)
-    # One more than is kept: the old one goes only after the new one is complete.
-    every, keep = recipe.checkpoint.every, recipe.checkpoint.keep
-    ends = itertools.accumulate(phase.steps for phase in recipe.phases)
-    to_come = sum(end > plan.newest for end in ends) + (
-        (plan.end - plan.newest) // every if every else 0
-    )
-    there = [step for step, _ in checkpoints(plan.train_dir) if 0 < step <= plan.newest]
-    saves = min(to_come, max(1, keep + 1 - len(there)))
-    need = 12 * parameter_count(plan.model) * saves
-    left = 0
-    with contextlib.suppress(OSError):  # of a training that is running here, which is told later
-        left = sum(f.stat().st_size for p in incomplete(plan.train_dir) for f in p.iterdir())
-    free = shutil.disk_usage(plan.train_dir).free + left  # what a killed save left goes first
-    if need > free:
-        raise UserError(
-            f"{plan.train_dir}: {saves} more checkpoints (checkpoint.keep={keep} and one in the "
-            f"making) take {need / 1e9:.3g} GB, {free / 1e9:.3g} GB are free",
-            "free some disk, lower checkpoint.keep, or put work_dir on another disk",
         )
