@@ -24,7 +24,7 @@ from pretrain.data.packing import SMALLEST
 
 
 class Exchange:
-    """By the collectives of a process group.
+    """By the collectives of a process group, whose size is a power of two.
 
     blocks: the other ranks, (first, behind the last), in the order in which their tokens come and,
     backwards, in which theirs are made: one neighbour, then twice as many, and so on, since large
@@ -37,11 +37,8 @@ class Exchange:
         size = 1
         while size < self.n:
             first = (self.me // size ^ 1) * size
-            self.blocks.append((first, min(first + size, self.n)))
+            self.blocks.append((first, first + size))
             size *= 2
-        if self.n & self.n - 1:  # no power of two: one after the other
-            around = [(self.me - i) % self.n for i in range(1, self.n)]
-            self.blocks = [(rank, rank + 1) for rank in around]
         self.others = [rank for block in self.blocks for rank in self.ranks(*block)]
 
     def __str__(self) -> str:

@@ -8,8 +8,9 @@ start only when they leave some.
 Buffers are SLOTS slots used in turn, each as large as one [T, H] activation, for all layers. That a
 slot is free is known without asking. At most two exchanges are under way at a time, so a rank that
 starts the k-th has waited for the (k-2)-th to arrive from everyone; whoever sent that one had
-finished with the (k-4)-th, whose slot it is, before. Where the turn jumps, at the seam between the
-recordings of two micro-batches, the sum of the word embeddings over all ranks keeps them apart.
+finished with the (k-4)-th, whose slot it is, before. Where the turn jumps, between passes that were
+recorded and others, the sum of the word embeddings over all ranks, with which each pass begins, keeps
+them apart.
 """
 
 from __future__ import annotations
