@@ -163,9 +163,10 @@ def _assemble(plan: Plan, device: torch.device, watchdog: Watchdog) -> Run:
     )
     for warning in plan.warnings:
         run.say(f"note: {warning}")
+    shared = f"{exchange or 'all tokens on every rank'}, " if groups.tp > 1 else ""
     what = (
         f"{type(engine).__name__}, tp {groups.tp} x dp {groups.dp}, "
-        f"{'' if exchange is None else f'{exchange}, '}zero_stage {recipe.parallel.zero_stage}, "
+        f"{shared}zero_stage {recipe.parallel.zero_stage}, "
         f"{recipe.train.precision}, micro-batches of up to {plan.micro_batch_tokens} tokens"
     )
     run.say(f"LAMB: {', '.join(f'{k} {v}' for k, v in to_dict(recipe.optimizer).items())}")
