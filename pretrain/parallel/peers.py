@@ -1,8 +1,8 @@
 """Exchanges between the GPUs of one host by their copy engines, through torch's symmetric memory.
 
-A rank writes its tokens straight into a buffer of the rank that needs them and then a flag beside it;
+A rank writes its tokens straight into a buffer of the rank that needs them and then raises a flag;
 who needs them waits for the flag in line with its products. No multiprocessor works on any of this
-but for that wait: products take all of them, and a kernel of NCCL's or a copy inside one GPU would
+but for the flags: products take all of them, and a kernel of NCCL's or a copy inside one GPU would
 start only when they leave some.
 
 Buffers are SLOTS slots used in turn, each as large as one [T, H] activation, for all layers. That a
@@ -64,10 +64,6 @@ class Peers(Exchange):
     ) -> None:
         super().__init__(group)
         self.handle, self.capacity, self.lane, self.add = handle, capacity, lane, add
-        self.flags = [
-            handle.get_signal_pad(rank, (SLOTS * self.n,), torch.int32, 0) for rank in range(self.n)
-        ]
-        self.one = torch.ones_like(self.flags[self.me][:1])
         self.turn = 0
 
     def __str__(self) -> str:
@@ -87,9 +83,7 @@ class Peers(Exchange):
         with self.lane.after_products():
             there.copy_(rows, non_blocking=True)
             if last:
-                flag = self.flags[rank][turn * self.n + self.me :][:1]
-                # By a copy, too: it follows the others, where a kernel would have to find a place.
-                flag.copy_(self.one, non_blocking=True)
+                self.handle.put_signal(rank, turn)
 
     def wait(self, rank: int, turn: int) -> None:
         """Products started next find what `rank` sent. Lowers the flag."""

@@ -34,21 +34,23 @@ class SharedFiles:
         size = torch.Size(shape).numel()
         return self.memory[rank].view(dtype)[offset : offset + size].view(shape)
 
-    def get_signal_pad(
-        self, rank: int, shape: tuple, dtype: torch.dtype, offset: int
-    ) -> torch.Tensor:
-        return self.pads[rank].view(dtype)[offset : offset + shape[0]]
+    def put_signal(self, rank: int, channel: int) -> None:
+        self._turn(rank, channel * self.size + self.rank, 0)
 
     def wait_signal(self, source: int, channel: int) -> None:
-        pad = self.pads[self.rank].view(torch.int32)
-        end = time.monotonic() + 60
-        while pad[channel * self.size + source] != 1:
-            if time.monotonic() > end:
-                raise TimeoutError(f"no signal from {source} on {channel}")
-            time.sleep(1e-5)
-        pad[channel * self.size + source] = 0
+        self._turn(self.rank, channel * self.size + source, 1)
         if self.random.random() < 0.3:
             time.sleep(self.random.random() * 3e-3)
+
+    def _turn(self, rank: int, flag: int, found: int) -> None:
+        """Turns a flag as soon as it is found so."""
+        pad = self.pads[rank].view(torch.int32)
+        end = time.monotonic() + 60
+        while pad[flag] != found:
+            if time.monotonic() > end:
+                raise TimeoutError(f"flag {flag} of {rank} does not become {found}")
+            time.sleep(1e-5)
+        pad[flag] = 1 - found
 
 
 class Inline:

@@ -28,10 +28,9 @@ def arm(what: str) -> None:
     import torch
 
     import pretrain.checkpoint.writer as writer
+    import pretrain.checks as checks
     import pretrain.micro as micro
     from pretrain.trainer import Trainer
-
-    import pretrain.checks as checks
 
     kind, numbers, *rank = what.split(":")
     if rank and os.environ.get("RANK", "0") != rank[0]:
