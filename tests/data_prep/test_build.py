@@ -1,18 +1,12 @@
-"""The build as a whole: what ends up in the shards, and what is refused."""
+"""The build as a whole: what ends up in the shards."""
 
 from __future__ import annotations
 
-import io
-import re
 import shutil
-import tempfile
-from contextlib import redirect_stdout
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import data_prep.groups
 import data_prep.rows
@@ -20,15 +14,7 @@ from configs import UserError
 from data_prep.groups import Share, join_units
 from data_prep.shard_index import read_index
 from data_prep.shards import Rows, Shards, held_out, open_shards
-from tests.data_prep.corpus import (
-    LETTERS,
-    SPECIAL,
-    WORDS,
-    build,
-    recipe_file,
-    write_texts,
-    write_vocab,
-)
+from tests.data_prep.corpus import SPECIAL, WORDS, build, recipe_file, write_texts, write_vocab
 from tests.synthetic import open_checked
 
 
@@ -206,23 +192,6 @@ def test_b03_only_line_feeds_end_a_sentence(tmp_path: Path) -> None:
     assert index["rows"] == 1
 
 
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        ([*SPECIAL[:4], *LETTERS, *WORDS], "MASK"),
-        ([*SPECIAL, *LETTERS, "[SEP]", *WORDS], "SEP"),
-    ],
-)
-def test_b07_a_bad_vocabulary_is_refused_by_name(
-    tmp_path: Path, lines: list[str], message: str
-) -> None:
-    recipe = recipe_file(tmp_path, write_texts(tmp_path / "text"))
-    (tmp_path / "vocab.txt").write_text("\n".join(lines) + "\n")
-    with pytest.raises(UserError, match=message):
-        build(recipe)
-    assert not (tmp_path / "run" / "shards").exists()
-
-
 def test_b07_a_blank_last_line_shifts_no_id(tmp_path: Path) -> None:
     text = write_texts(tmp_path / "text")
     recipe = recipe_file(tmp_path, text)
@@ -248,30 +217,6 @@ def test_b09_counts_are_reported_for_a_single_document(
     wanted = index["counts"]["random B wanted, no other document"]
     assert index["labels"][1] == 0 and wanted > 0
     assert f"random B wanted, no other document {wanted}" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("files", "length", "objective", "said"),
-    [
-        (1, 64, "nsp", r"B follows A in {0} of {0} pairs"),
-        (1, 64, "full-sentences", ""),
-        (20, 8, "nsp", r"B does not follow A in \d+ of {0} pairs"),
-        (20, 64, "nsp", ""),
-    ],
-)
-def test_rows_that_teach_one_answer_are_told_at_the_end(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], files: int, length: int, objective: str,
-    said: str,
-) -> None:  # fmt: skip
-    body = f"shards: {{s: {{max_length: {length}, objective: {objective}}}}}\n"
-    recipe = recipe_file(tmp_path, write_texts(tmp_path / "text", files, seed=3), body)
-    rows = read_index(build(recipe, "prep.held_out=0") / "s")["rows"]
-    lines = capsys.readouterr().out.splitlines()
-    if not said:
-        assert not [line for line in lines if line.startswith("note:")]
-        return
-    assert re.match(f"note: s: {said.format(rows)}, so that", lines[-2])
-    assert ("max_length" in lines[-1]) == (length == 8) and "nsp_head=false" in lines[-1]
 
 
 def test_b09_single_documents_of_several_units_are_pooled(
@@ -318,94 +263,10 @@ def test_b15_mask_cap(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     )
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("shards.len64.max_length=4", r"shards\.len64\.max_length=4"),
-        ("shards.len64.objective=nps", "objective='nps'"),
-        ("shards.len64.dupe_factor=0", "dupe_factor=0"),
-        ("shards.len64.short_seq_prob=2", "short_seq_prob=2"),
-        ("shards.len64.single_prob=1", "single_prob=1"),
-        (
-            "shards.len64={single_prob: 0.5, objective: single}",
-            "len64.single_prob=0.5 with objective single",
-        ),
-        ("shards.len64.mask_cap=64", "mask_cap=64"),
-        ("prep.held_out=1", r"held_out=1"),
-        ("prep.part_mb=0", "part_mb=0"),
-        ("prep.abbreviations=nowhere.txt", "nowhere.txt: no such file"),
-        ("sources.0.weight=0", r"sources\[0\]\.weight=0"),
-        ("sources=[]", "no sources"),
-    ],
-)
-def test_wrong_values_are_refused_by_name(tmp_path: Path, override: str, message: str) -> None:
-    recipe = recipe_file(tmp_path, write_texts(tmp_path / "text", files=2))
-    build(recipe)  # so that a vocabulary is there
-    with pytest.raises(UserError, match=message):
-        build(recipe, override)
-
-
 def test_static_masks_are_per_token(tmp_path: Path) -> None:
     recipe = recipe_file(tmp_path, write_texts(tmp_path / "text", files=2))
     with pytest.raises(UserError, match="static_masks with masking.kind=span"):
         build(recipe, "shards.len64.static_masks=true", "masking.kind=span")
-
-
-def test_disk_need_is_told_and_checked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recipe = recipe_file(tmp_path, write_texts(tmp_path / "text"))
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=10_000))
-    with pytest.raises(UserError, match="needs about .* MB, only 0.01 MB are free"):
-        build(recipe)
-    assert "disk: the build needs about" in capsys.readouterr().out
-
-
-def test_text_without_rows_is_an_error(tmp_path: Path) -> None:
-    text = tmp_path / "text"
-    text.mkdir()
-    (text / "a.txt").write_text("One.\n")
-    with pytest.raises(UserError, match="not a single training row"):
-        build(recipe_file(tmp_path, text), "prep.held_out=0")
-    (text / "a.txt").write_text(" \n\n \n")
-    with pytest.raises(UserError, match="no document with text"):
-        build(recipe_file(tmp_path, text), f"work_dir={tmp_path}/b")
-
-
-@pytest.mark.parametrize("single", ["0", "0.5"])
-def test_text_that_is_held_out_as_a_whole_is_an_error(tmp_path: Path, single: str) -> None:
-    recipe = recipe_file(tmp_path, write_texts(tmp_path / "text", files=1))
-    with pytest.raises(UserError, match="prep.held_out=0.999 held out every document"):
-        build(recipe, "prep.held_out=0.999", f"shards.len64.single_prob={single}")
-    open_checked(build(recipe, "prep.held_out=0") / "len64")  # as the message advises
-
-
-def test_unknown_words_are_counted(tmp_path: Path) -> None:
-    text = tmp_path / "text"
-    text.mkdir()
-    (text / "a.txt").write_text(
-        "The 漢 stone fell. Then 漢 and 字 again. Stone and river met.\n" * 3
-    )
-    index = read_index(build(recipe_file(tmp_path, text), "prep.held_out=0") / "len64")
-    assert index["sources"][0]["unknowns"] == {"漢": 6, "字": 3}
-    assert index["sources"][0]["unknown_tokens"] == 9
-
-
-@settings(max_examples=15, deadline=None)
-@given(st.integers(1, 200), st.integers(0, 200))
-def test_text_of_another_language_is_told(known: int, unknown: int) -> None:
-    with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()) as said:
-        text = Path(folder) / "text"
-        text.mkdir()
-        words = ["stone"] * known + ["камень"] * unknown
-        (text / "a.txt").write_text(" ".join(words) + ".\n" + "River stone. " * 2)
-        recipe = recipe_file(Path(folder), text, "shards: {s: {objective: single}}\n")
-        build(recipe, "prep.held_out=0")
-    share = 100 * (unknown / (known + unknown + 7))  # full stops count
-    assert (f"; unknown tokens {share:.1f}%" in said.getvalue()) == (share > 1)
-    note = f"note: s: the vocabulary does not know {share:.0f}% of the tokens of text (камень)"
-    assert (note in said.getvalue()) == ("note:" in said.getvalue()) == (share > 10)
 
 
 def test_groups_have_documents_for_a_random_b() -> None:
