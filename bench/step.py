@@ -36,7 +36,7 @@ def ceilings() -> dict[str, Any]:
     # A second of load first: the clock that a step of a second gets.
     peak = h.matmul_rate(8192, 8192, 8192, 50, 500)
     rates = {"bf16_8192": peak, "bf16_8192_burst": 0.0, "copy_tb_s": h.copy_rate()}
-    time.sleep(2)
+    time.sleep(2)  # and a pause: a burst is the rate of a card that has rested
     rates["bf16_8192_burst"] = h.matmul_rate(8192, 8192, 8192)
     rates["fp8_8192"] = h.fp8_rate(8192, 8192, 8192)
     for name, (out, inner) in SHAPES.items():

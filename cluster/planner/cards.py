@@ -30,9 +30,7 @@ class Card:
     bandwidth: float
     nvlink: float  # bus bandwidth of a collective among the GPUs of a node, bytes/s a GPU
     collective_latency_s: float
-    exchange_s: (
-        float | None
-    )  # what a rank waits for the others' tokens; None: GPUs do not reach each other
+    exchange_s: float | None  # waiting for others' tokens; None: GPUs do not reach each other
     launch_s: float  # host time a micro-batch that no kernel hides
     update_s: float  # host time an update: clipping, logging, planning the next batch
     hook_s: float  # DeepSpeed's Python hooks, per parameter tensor and micro-batch

@@ -32,7 +32,7 @@ class _Gathered(torch.autograd.Function):
                 torch.addmm(bias, rows, weight.t(), out=out[which])
 
         coming = exchange.gather(x)
-        product(_rows(exchange.me, x.shape[0]), x)
+        product(exchange.own(x.shape[0]), x)
         for which, rows in coming.each():
             product(which, rows)
         ctx.save_for_backward(x, weight)
@@ -51,7 +51,7 @@ class _Gathered(torch.autograd.Function):
         _send(sums, exchange, grad, weight, t)
         pairs = ((grad[which], rows) for which, rows in coming.pieces(x))
         grad_weight = ctx.rule(ctx.weight, pairs)
-        own = grad[_rows(exchange.me, t)]
+        own = grad[exchange.own(t)]
         # `beside` has been used up by everything else when this runs: it is ours to overwrite.
         own = own @ weight if beside is None else beside.addmm_(own, weight)
         grad_bias = grad.sum(0) if ctx.has_bias else None
@@ -66,7 +66,7 @@ class _Scattered(torch.autograd.Function):
         _send(sums, exchange, x, weight.t(), t, PARTS if exchange.n == 2 else 1)
         ctx.save_for_backward(x, weight)
         ctx.weight, ctx.exchange, ctx.rule = weight, exchange, rule
-        torch.mm(x[_rows(exchange.me, t)], weight.t(), out=sums.place())
+        torch.mm(x[exchange.own(t)], weight.t(), out=sums.place())
         return sums.collected()
 
     @staticmethod
@@ -80,13 +80,9 @@ class _Scattered(torch.autograd.Function):
             torch.mm(rows, weight, out=grad_x[which])
 
         coming = exchange.gather(grad)
-        product(_rows(exchange.me, grad.shape[0]), grad)
+        product(exchange.own(grad.shape[0]), grad)
         pairs = ((rows, x[which]) for which, rows in coming.pieces(grad, product))
         return grad_x, ctx.rule(ctx.weight, pairs), None, None
-
-
-def _rows(rank: int, t: int) -> slice:
-    return slice(rank * t, (rank + 1) * t)
 
 
 def _send(sums: Any, exchange: Any, x: Tensor, weight: Tensor, t: int, parts: int = 1) -> None:

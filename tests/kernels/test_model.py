@@ -144,6 +144,6 @@ def test_training_is_the_same_with_fused_kernels_and_from_graphs(length, precisi
 @pytest.mark.gpu
 def test_fp8_training_follows_bf16():
     if torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("no 8-bit matrix units")
+        pytest.skip("needs a GPU with 8-bit matrix units")
     for ours, other in zip(*(train("auto", True, p, "cuda", 64) for p in ("fp8", "bf16"))):
         assert ours == pytest.approx(other, abs=0.1)
