@@ -8,7 +8,6 @@ which is safe since they run one after the other. Both ways run the same kernels
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -59,7 +58,7 @@ class RecordedMicro(Micro):
             self.engine.warm_up()
             return super().__call__(micro, batch, last)
         reduces = last and self.engine.groups.dp > 1
-        key = (int(reduces), *(t.numel() for t in _tensors(micro)))
+        key = (int(reduces), *(t.numel() for t in micro.tensors().values()))
         if key not in self.graphs:
             self.graphs[key] = _Recording(self.model, self.engine, micro, self.pool, reduces)
         scale = self.engine.loss_scale
@@ -77,7 +76,9 @@ class _Recording:
         self, model: Any, engine: Any, micro: MicroBatch, pool: Any, reduces: bool
     ) -> None:
         self.micro = micro.map(torch.clone)
+        self.inputs = _by_dtype(self.micro)
         self.shares = torch.zeros(2, device=micro.input_ids.device)
+        self.mlm_share, self.nsp_share = self.shares.unbind()
         self.graph = torch.cuda.CUDAGraph()
         # Other threads (prefetching of batches) go on using the GPU meanwhile.
         with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
@@ -86,14 +87,17 @@ class _Recording:
             self.sums = torch.stack([x.detach().float() for x in sums])
 
     def run(self, micro: MicroBatch, mlm_share: float, nsp_share: float) -> Tensor:
-        for ours, theirs in zip(_tensors(self.micro), _tensors(micro)):
-            ours.copy_(theirs, non_blocking=True)
-        self.shares[0].fill_(mlm_share)
-        self.shares[1].fill_(nsp_share)
+        for ours, theirs in zip(self.inputs, _by_dtype(micro)):
+            torch._foreach_copy_(ours, theirs)  # one launch each: the GPU waits for this
+        self.mlm_share.fill_(mlm_share)
+        self.nsp_share.fill_(nsp_share)
         self.graph.replay()
         return self.sums.clone()
 
 
-def _tensors(micro: MicroBatch) -> list[Tensor]:
-    values = (getattr(micro, f.name) for f in fields(micro))
-    return [v for v in values if isinstance(v, Tensor)]
+def _by_dtype(micro: MicroBatch) -> list[list[Tensor]]:
+    """Its tensors, those of one dtype together."""
+    groups: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in micro.tensors().values():
+        groups.setdefault(tensor.dtype, []).append(tensor)
+    return list(groups.values())

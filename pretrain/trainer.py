@@ -116,26 +116,28 @@ class Trainer:
             run.say(batches.warning)
         shapes: set[int] = set()
         while run.step < end and not self.stopping and not self.budget.over:
-            start = time.monotonic()
-            batch = batches.update(run.step - first)
-            waited = time.monotonic() - start
+            start, number = time.monotonic(), run.step - first
+            batch = batches.update(number)
             run.watchdog.beat("data")
             size = len(batch.micros[0].input_ids)
             with run.watchdog.patience(0.0 if size in shapes else COMPILATION_S):
-                lr = lr_at(phase, self.budget.position(run.step - first + 1, phase.steps))
-                self.update(batch, lr, start, waited)
+                lr = lr_at(phase, self.budget.position(number + 1, phase.steps))
+                self.update(batch, lr, start, batches, number + 1)
             shapes.add(size)
             run.watchdog.running()
             self.after_update(end)
         batches.close()
 
-    def update(self, batch: GlobalBatch, lr: float, start: float, waited: float) -> None:
-        """One optimiser update over a global batch."""
+    def update(
+        self, batch: GlobalBatch, lr: float, start: float, batches: Batches, following: int
+    ) -> None:
+        """One optimiser update over a global batch. following: the number in `batches` of the next."""
         run, engine = self.run, self.run.engine
         sums = torch.zeros(4, device=run.device)
         for number, micro in enumerate(batch.micros):
             sums += run.micro(micro, batch, last=number == len(batch.micros) - 1)
             run.watchdog.beat("forward")
+        batches.prefetch(following)
         step = run.step + 1
         values: dict[str, float] = {}
 
@@ -154,7 +156,7 @@ class Trainer:
             values.update(self.figures(result, lr))
         seconds = time.monotonic() - start
         self.budget.add(seconds)
-        run.telemetry.update(step, values, batch, seconds, waited)
+        run.telemetry.update(step, values, batch, seconds, batches.waited())
 
     def agree(self, sums: Tensor, batch: GlobalBatch, grad_norm: Tensor) -> dict[str, float]:
         """Losses and accuracies of the whole global batch, whether any rank was told to stop, and
@@ -167,7 +169,9 @@ class Trainer:
         clock = self.budget.clock if self.plan.rank == 0 else 0.0
         labelled = sum(micro.labelled for micro in batch.micros)
         more = torch.tensor([bool(self.stop.received), clock, labelled], dtype=torch.float64)
-        vector = torch.cat([sums.double(), more.to(sums.device)])
+        if sums.is_cuda:  # a copy of unpinned memory would wait for the device
+            more = more.pin_memory()
+        vector = torch.cat([sums.double(), more.to(sums.device, non_blocking=True)])
         if self.plan.world > 1:
             dist.all_reduce(vector)
         vector = torch.cat([vector, grad_norm.double().view(1)])  # equal on all ranks already

@@ -1,9 +1,10 @@
-"""The tensors of each update: row order, packing and masks put together, one update ahead."""
+"""The tensors of each update: row order, packing and masks put together, ahead of their use."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -177,26 +178,53 @@ class Batches:
         if self.builder.static:
             self.warning = f"{shards.folder} holds static masks: `masking` is not used"
         self._thread = ThreadPoolExecutor(1, "batches", self._enter_thread)
-        self._next: tuple[int, Future[GlobalBatch]] | None = None
+        self._making: tuple[int, Future[GlobalBatch]] | None = None
+        self._here: tuple[int, GlobalBatch] | None = None  # on the device already
+        self._waited_s = 0.0
 
     def update(self, step_in_phase: int) -> GlobalBatch:
-        """The batch of an update (from 0), on the device; the next one is then made in a thread."""
-        if self._next is not None and self._next[0] == step_in_phase:
-            batch = self._next[1].result()
-        else:
-            batch = self._thread.submit(self._build, step_in_phase).result()
-        self._next = None
+        """The batch of an update (from 0), on the device."""
+        here, self._here = self._here, None
+        if here is not None and here[0] == step_in_phase:
+            return here[1]
+        return self._take(step_in_phase)
+
+    def prefetch(self, step_in_phase: int) -> None:
+        """Brings the batch of a coming update to the device and lets a thread make the one after it.
+        To be called while the device computes: both compete for the interpreter with a thread that
+        launches kernels. What goes wrong is raised by `update` when that batch is asked for."""
+        if step_in_phase >= self.phase.steps or self._made(step_in_phase).exception():
+            return
+        self._here = step_in_phase, self._take(step_in_phase)
+        if step_in_phase + 1 < self.phase.steps:
+            self._start(step_in_phase + 1)
+
+    def _start(self, step_in_phase: int) -> Future[GlobalBatch]:
+        if self._making is None or self._making[0] != step_in_phase:
+            self._making = step_in_phase, self._thread.submit(self._build, step_in_phase)
+        return self._making[1]
+
+    def _made(self, step_in_phase: int) -> Future[GlobalBatch]:
+        begin, future = time.monotonic(), self._start(step_in_phase)
+        wait([future])
+        self._waited_s += time.monotonic() - begin
+        return future
+
+    def _take(self, step_in_phase: int) -> GlobalBatch:
+        batch = self._made(step_in_phase).result()
+        self._making = None
         if self.device.type != "cpu":
             batch = replace(batch, micros=to_device(batch.micros, self.device))
-        # Not before: the thread would compete for the interpreter while this one still copies.
-        following = step_in_phase + 1
-        if following < self.phase.steps:
-            self._next = following, self._thread.submit(self._build, following)
         return batch
+
+    def waited(self) -> float:
+        """Seconds for which batches have kept the caller waiting since the last call."""
+        waited, self._waited_s = self._waited_s, 0.0
+        return waited
 
     def close(self) -> None:
         """Ends the thread; a batch in the making is finished first."""
-        self._next = None
+        self._making = self._here = None
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _enter_thread(self) -> None:

@@ -217,16 +217,33 @@ def test_a_mistake_is_refused_before_any_row_is_read(shards, tmp_path) -> None:
         batches(shards, kind="word")
 
 
-def test_a_damaged_part_is_reported_by_the_thread_that_reads_ahead(tmp_path) -> None:
+def test_a_damaged_part_is_reported_when_its_batch_is_asked_for(tmp_path) -> None:
     folder = make_shards(tmp_path / "s", rows=300, max_length=32, vocab_size=64, parts=2)
     shards = open_shards(folder)
     part = folder / "part-00001.arrow"
     part.write_bytes(part.read_bytes()[: part.stat().st_size // 2])
-    b = batches(shards, 64, 20, budget=512)
-    with pytest.raises(UserError, match="part-00001.arrow"):
-        for step in range(10):
-            b.update(step)
-    b.close()
+    for ahead in (True, False):
+        b = batches(shards, 64, 20, budget=512)
+        with pytest.raises(UserError, match="part-00001.arrow"):
+            for step in range(10):
+                b.update(step)
+                if ahead:  # never raises: the update before is not lost
+                    b.prefetch(step + 1)
+        b.close()
+
+
+def test_what_was_fetched_ahead_is_what_is_made_when_asked_for(shards) -> None:
+    """In any order of asking, up to the last update; waiting is counted once."""
+    ahead, behind = batches(shards, steps=4, budget=512), batches(shards, steps=4, budget=512)
+    for step in (0, 1, 3, 2, 3):
+        got, wanted = ahead.update(step), behind.update(step)
+        assert ahead.waited() >= 0 and ahead.waited() == 0
+        ahead.prefetch(step + 1)
+        for a, b in zip(got.micros, wanted.micros, strict=True):
+            for name, tensor in a.tensors().items():
+                assert tensor.equal(b.tensors()[name]), (step, name)
+    ahead.close()
+    behind.close()
 
 
 def test_one_copy_brings_every_tensor_over_unchanged(shards) -> None:
