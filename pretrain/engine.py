@@ -8,7 +8,6 @@ same with DeepSpeed's ZeRO optimisers. Both offer a `Shard`, which LAMB and chec
 
 from __future__ import annotations
 
-import math
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 
 from configs.schema import Recipe
 from pretrain.guard import LossScaler
-from pretrain.optim.lamb import Decide, Lamb, Update
+from pretrain.optim.lamb import Lamb, Update, Verdict
 from pretrain.parallel.groups import Groups
 from pretrain.parallel.pieces import Piece
 from pretrain.parallel.slices import Shard, make_slices
@@ -53,11 +52,11 @@ class Engine(ABC):
         summed over ranks). last: no more follow in this update; gradients are reduced."""
 
     @abstractmethod
-    def step(self, lr: float, decide: Decide = math.isfinite) -> Update:
+    def step(self, lr: float, verdict: Verdict | None = None) -> Update:
         """Applies the reduced gradients and forgets them.
 
-        decide: told the global gradient norm, says whether to apply (alike on all ranks). Raises
-        what it raises, and TrainingStopped when fp16 has skipped too many updates in a row.
+        verdict: whether to apply (by default if the gradient norm is finite). Raises what it
+        raises, and TrainingStopped when fp16 has skipped too many updates in a row.
         """
 
     @abstractmethod
@@ -245,14 +244,16 @@ class LeanEngine(Engine):
                 bucket.work.wait()
                 bucket.work = None
 
-    def step(self, lr: float, decide: Decide = math.isfinite) -> Update:
-        update = self.lamb.step(self.reduced, lr, 1.0 / self.loss_scale, self.low, decide)
-        if not update.skipped:
-            self._gather()
+    def step(self, lr: float, verdict: Verdict | None = None) -> Update:
+        scale = 1.0 / self.loss_scale
+        update = self.lamb.step(self.reduced, lr, scale, self.low, verdict, self._finish)
         if self.scaler:
             self.scaler.update(update.skipped)
-        self.grads.zero_()
         return update
+
+    def _finish(self) -> None:
+        self._gather()
+        self.grads.zero_()
 
     def _gather(self) -> None:
         """Every rank's updated part of every bucket -> the whole weights."""

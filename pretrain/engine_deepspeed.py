@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from configs.schema import Recipe
 from pretrain.engine import DTYPES, Engine
-from pretrain.optim.lamb import Decide, Lamb, Update
+from pretrain.optim.lamb import Finite, Lamb, Update, Verdict
 from pretrain.parallel.groups import Groups
 from pretrain.parallel.pieces import Piece
 from pretrain.parallel.slices import Shard, make_slices
@@ -31,14 +31,14 @@ class _Bridge(torch.optim.Optimizer):
         super().__init__(params, {"lr": 0.0})
         self.lamb: Lamb | None = None
         self.lr, self.grad_scale = 0.0, 1.0
-        self.decide: Decide = math.isfinite
+        self.verdict: Verdict = Finite()
         self.update: Update | None = None
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         if self.lamb is None:
             return  # DeepSpeed's own trial step inside initialize()
         grad = self.param_groups[0]["params"][0].grad
-        self.update = self.lamb.step(grad, self.lr, self.grad_scale, None, self.decide)
+        self.update = self.lamb.step(grad, self.lr, self.grad_scale, None, self.verdict)
 
 
 class _Mpu:
@@ -134,16 +134,17 @@ class DeepSpeedEngine(Engine):
         self.engine.set_gradient_accumulation_boundary(last)
         self.engine.backward(loss, scale_wrt_gas=False)
 
-    def step(self, lr: float, decide: Decide = math.isfinite) -> Update:
-        bridge = self.bridge
-        bridge.lr, bridge.grad_scale, bridge.decide = lr, 1.0 / self.loss_scale, decide
+    def step(self, lr: float, verdict: Verdict | None = None) -> Update:
+        bridge, verdict = self.bridge, verdict or Finite()
+        bridge.lr, bridge.grad_scale, bridge.verdict = lr, 1.0 / self.loss_scale, verdict
         bridge.update = None
         self.engine.set_gradient_accumulation_boundary(True)
         self.engine.step()
         update = bridge.update
         if update is None:  # DeepSpeed found an overflow and did not call the optimiser
             norm = torch.full((), math.inf, device=self.shard.master.device)
-            decide(norm)
+            verdict.asked(norm)
+            verdict.heard()
             update = Update(norm, None, True)
         if self.scaler:
             self.scaler.update(update.skipped)

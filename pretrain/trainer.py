@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from configs.console import say
 from configs.errors import PREEMPTED_EXIT, UserError
 from configs.schema import PhaseConfig
+from pretrain.agreement import Agreement
 from pretrain.checkpoint.folder import folder_of
 from pretrain.checks import Plan
 from pretrain.data.batches import Batches, GlobalBatch
@@ -69,11 +69,11 @@ class Trainer:
         self.guard = LossGuard(self.recipe.guard, scaled=self.recipe.train.precision == "fp16")
         if run.state:
             self.guard.load(run.state["guard"])
-        self.stopping = False  # a signal has reached some rank
         self.budget = TimeBudget(
             self.recipe.train.max_minutes,
             run.state.get("spent_s", 0.0),
         )
+        self.agreement = Agreement(run, self.guard, self.budget, stop)
         self.saved = run.step if run.state else -1
 
     def run_all(self) -> int:
@@ -83,12 +83,12 @@ class Trainer:
             self.evaluate()
         first = 0
         for index, phase in enumerate(self.recipe.phases):
-            if run.step < first + phase.steps and run.step < end and not self.stopping:
+            if run.step < first + phase.steps and run.step < end and not self.agreement.stopping:
                 self.run_phase(index, phase, first, min(end, first + phase.steps))
             first += phase.steps
         if self.saved != run.step:
             self.save()
-        if self.stopping:
+        if self.agreement.stopping:
             run.telemetry.event(run.step, f"stopped by {self.stop.received or 'a signal'}, saved")
             return PREEMPTED_EXIT
         return 0
@@ -115,7 +115,7 @@ class Trainer:
         if batches.warning:
             run.say(batches.warning)
         shapes: set[int] = set()
-        while run.step < end and not self.stopping and not self.budget.over:
+        while run.step < end and not self.agreement.stopping and not self.budget.over:
             start, number = time.monotonic(), run.step - first
             batch = batches.update(number)
             run.watchdog.beat("data")
@@ -138,56 +138,15 @@ class Trainer:
             sums += run.micro(micro, batch, last=number == len(batch.micros) - 1)
             run.watchdog.beat("forward")
         batches.prefetch(following)
-        step = run.step + 1
-        values: dict[str, float] = {}
-
-        def decide(grad_norm: Tensor) -> bool:
-            values.update(self.agree(sums, batch, grad_norm))
-            apply, odd = self.guard.check(step, values["loss"], values["grad_norm"])
-            if odd:
-                run.telemetry.event(step, odd)
-                run.say(odd)
-            return apply
-
-        result = engine.step(lr, decide)
-        run.step = step
+        result = engine.step(lr, self.agreement.on(batch, sums))
+        run.step += 1
         run.watchdog.beat("update")
-        if run.telemetry.wants(step):
-            values.update(self.figures(result, lr))
+        values = self.agreement.values
+        if run.telemetry.wants(run.step):
+            values |= self.figures(result, lr)
         seconds = time.monotonic() - start
         self.budget.add(seconds)
-        run.telemetry.update(step, values, batch, seconds, batches.waited())
-
-    def agree(self, sums: Tensor, batch: GlobalBatch, grad_norm: Tensor) -> dict[str, float]:
-        """Losses and accuracies of the whole global batch, whether any rank was told to stop, and
-        the time spent: one small collective and one transfer to the host an update.
-
-        nsp_loss and nsp_accuracy are of rows that have a label, and are left out without any, or
-        without a head. In the loss their sum counts over all rows, so that single segments among
-        pairs lower its weight.
-        """
-        clock = self.budget.clock if self.plan.rank == 0 else 0.0
-        labelled = sum(micro.labelled for micro in batch.micros)
-        more = torch.tensor([bool(self.stop.received), clock, labelled], dtype=torch.float64)
-        if sums.is_cuda:  # a copy of unpinned memory would wait for the device
-            more = more.pin_memory()
-        vector = torch.cat([sums.double(), more.to(sums.device, non_blocking=True)])
-        if self.plan.world > 1:
-            dist.all_reduce(vector)
-        vector = torch.cat([vector, grad_norm.double().view(1)])  # equal on all ranks already
-        mlm, nsp, mlm_right, nsp_right, told, self.budget.spent, with_label, norm = vector.tolist()
-        self.stopping = told > 0
-        # Tensor-parallel ranks hold equal sums, so the world's sum has each one tp times.
-        masked, rows = batch.masked_total * self.plan.tp, batch.rows_total * self.plan.tp
-        values = {
-            "loss": mlm / masked + nsp / rows,
-            "mlm_loss": mlm / masked,
-            "mlm_accuracy": mlm_right / masked,
-            "grad_norm": norm,
-        }
-        if with_label and self.plan.model.nsp_head:
-            values |= {"nsp_loss": nsp / with_label, "nsp_accuracy": nsp_right / with_label}
-        return values
+        run.telemetry.update(run.step, values, batch, seconds, batches.waited())
 
     def figures(self, result: Update, lr: float) -> dict[str, float]:
         out = {"lr": lr, "skipped": float(result.skipped)}
@@ -206,7 +165,7 @@ class Trainer:
         if last or (every and run.step % every == 0):
             self.evaluate()
         due = recipe.checkpoint.every and run.step % recipe.checkpoint.every == 0
-        if due or run.step == phase_end or self.stopping or self.budget.over:
+        if due or run.step == phase_end or self.agreement.stopping or self.budget.over:
             self.save()
 
     def save(self) -> None:

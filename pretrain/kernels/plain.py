@@ -300,11 +300,14 @@ def lamb_moments(
         param, exp_avg, exp_avg_sq: flat fp32 [N]. grad: flat [N], fp32 or lower.
         correction1, correction2: 1 - beta ** step, or 1.0 without bias correction.
         grad_scale: fp32 scalar tensor the gradient is multiplied by first (clipping, unscaling).
+            NaN: nothing is changed, and what is returned means nothing.
     Returns:
         fp32 [2, tensors]: squared norms of this slice of the weight, and of its update. Sum them
         over the ranks that hold slices, then `lamb_apply` with ratio = sqrt(first / second).
     """
     norms = torch.zeros(2, len(table.starts), dtype=param.dtype, device=param.device)
+    if grad_scale.isnan():
+        return norms
     for i, at, decay, update, g in _blocks(table, param):
         p, m, v = param[at], exp_avg[at], exp_avg_sq[at]
         torch.mul(grad[at], grad_scale, out=g)
@@ -330,9 +333,12 @@ def lamb_apply(
     correction2: float,
     low: Tensor | None = None,
 ) -> None:
-    """Second pass: param -= lr * ratio * update, and its rounded copy into `low` if given."""
+    """Second pass: param -= lr * ratio * update, and its rounded copy into `low` if given. A tensor
+    whose ratio is NaN is left as it is."""
     rates = (ratios * -lr).tolist()
     for i, at, decay, update, denominator in _blocks(table, param):
+        if math.isnan(rates[i]):
+            continue
         p = param[at]
         _update(
             p,

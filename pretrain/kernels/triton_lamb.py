@@ -33,25 +33,26 @@ def _moments(
     size = tl.load(chunk_size + chunk)
     decay = tl.load(chunk_decay + chunk)
     scale = tl.load(grad_scale)
-    weights = tl.zeros([BLOCK], tl.float32)
-    updates = tl.zeros([BLOCK], tl.float32)
-    for i in range(0, CHUNK, BLOCK):
-        at = i + tl.arange(0, BLOCK)
-        valid = at < size
-        place = start + at
-        g = tl.load(grad + place, mask=valid, other=0.0).to(tl.float32) * scale
-        p = tl.load(param + place, mask=valid, other=0.0)
-        m = tl.load(exp_avg + place, mask=valid, other=0.0)
-        v = tl.load(exp_avg_sq + place, mask=valid, other=0.0)
-        m = beta1 * m + (1 - beta1) * g
-        v = beta2 * v + (1 - beta2) * g * g
-        tl.store(exp_avg + place, m, mask=valid)
-        tl.store(exp_avg_sq + place, v, mask=valid)
-        u = _update(p, m, v, decay, eps, correction1, correction2)
-        weights += p * p
-        updates += u * u
-    tl.store(partial + chunk, tl.sum(weights, 0))
-    tl.store(partial + chunks + chunk, tl.sum(updates, 0))
+    if scale == scale:  # not NaN
+        weights = tl.zeros([BLOCK], tl.float32)
+        updates = tl.zeros([BLOCK], tl.float32)
+        for i in range(0, CHUNK, BLOCK):
+            at = i + tl.arange(0, BLOCK)
+            valid = at < size
+            place = start + at
+            g = tl.load(grad + place, mask=valid, other=0.0).to(tl.float32) * scale
+            p = tl.load(param + place, mask=valid, other=0.0)
+            m = tl.load(exp_avg + place, mask=valid, other=0.0)
+            v = tl.load(exp_avg_sq + place, mask=valid, other=0.0)
+            m = beta1 * m + (1 - beta1) * g
+            v = beta2 * v + (1 - beta2) * g * g
+            tl.store(exp_avg + place, m, mask=valid)
+            tl.store(exp_avg_sq + place, v, mask=valid)
+            u = _update(p, m, v, decay, eps, correction1, correction2)
+            weights += p * p
+            updates += u * u
+        tl.store(partial + chunk, tl.sum(weights, 0))
+        tl.store(partial + chunks + chunk, tl.sum(updates, 0))
 
 
 @triton.jit
@@ -77,17 +78,18 @@ def _apply(
     size = tl.load(chunk_size + chunk)
     decay = tl.load(chunk_decay + chunk)
     rate = tl.load(ratios + tl.load(chunk_tensor + chunk)) * lr
-    for i in range(0, CHUNK, BLOCK):
-        at = i + tl.arange(0, BLOCK)
-        valid = at < size
-        place = start + at
-        p = tl.load(param + place, mask=valid, other=0.0)
-        m = tl.load(exp_avg + place, mask=valid, other=0.0)
-        v = tl.load(exp_avg_sq + place, mask=valid, other=0.0)
-        p -= rate * _update(p, m, v, decay, eps, correction1, correction2)
-        tl.store(param + place, p, mask=valid)
-        if LOW:
-            tl.store(low + place, p.to(low.dtype.element_ty), mask=valid)
+    if rate == rate:  # not NaN
+        for i in range(0, CHUNK, BLOCK):
+            at = i + tl.arange(0, BLOCK)
+            valid = at < size
+            place = start + at
+            p = tl.load(param + place, mask=valid, other=0.0)
+            m = tl.load(exp_avg + place, mask=valid, other=0.0)
+            v = tl.load(exp_avg_sq + place, mask=valid, other=0.0)
+            p -= rate * _update(p, m, v, decay, eps, correction1, correction2)
+            tl.store(param + place, p, mask=valid)
+            if LOW:
+                tl.store(low + place, p.to(low.dtype.element_ty), mask=valid)
 
 
 def _chunks(table: LambTable, device: torch.device) -> tuple[Tensor, ...]:

@@ -8,11 +8,10 @@ On a GPU the two passes over memory are fused kernels; the same code runs them o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,14 +24,34 @@ from pretrain.parallel.pieces import Piece
 from pretrain.parallel.slices import Shard, Slice
 
 _BLOCK = 1 << 16
-# Told the global gradient norm (a scalar on the device): apply the update? Alike on all ranks.
-Decide = Callable[[Any], bool]
+
+
+class Verdict(Protocol):
+    """Whether an update is applied, alike on all ranks. The device knows first, so that the whole
+    update is launched before the host waits to hear of it."""
+
+    def asked(self, norm: Tensor) -> Tensor:
+        """A bool scalar on the device. norm: of the global gradient, a scalar there."""
+
+    def heard(self) -> bool:
+        """The same on the host: waits for the device; may raise to end the training."""
+
+
+class Finite:
+    """Applies every update whose gradient norm is finite."""
+
+    def asked(self, norm: Tensor) -> Tensor:
+        self.finite = norm.isfinite()
+        return self.finite
+
+    def heard(self) -> bool:
+        return bool(self.finite)
 
 
 @dataclass
 class Update:
     """What an update did. grad_norm: global, before it was limited; ratios: one per piece, on the
-    device (None when skipped). skipped: `decide` said no and nothing was changed."""
+    device (None when skipped). skipped: the verdict was no and nothing was changed."""
 
     grad_norm: Tensor
     ratios: Tensor | None
@@ -77,28 +96,28 @@ class Lamb:
         lr: float,
         grad_scale: float = 1.0,
         low: Tensor | None = None,
-        decide: Decide = math.isfinite,
+        verdict: Verdict | None = None,
+        then: Callable[[], None] = lambda: None,
     ) -> Update:
         """One update from the summed gradient.
 
         Args:
             grad: flat, laid out as the shard. grad_scale: it is multiplied by this first (1 / loss
                 scale). low: flat low-precision copy of the masters that is written as well.
-            decide: told the global gradient norm, says whether to apply the update. What it fetches
-                to the host is the one wait for the device in an update.
+            verdict: `Finite` by default. then: launches what follows on the device, whether the
+                update is applied or not.
         """
-        c, shard = self.config, self.shard
+        c, shard, verdict = self.config, self.shard, verdict or Finite()
         views = self._views(grad)
         self._agree_on_replicas(views)
         norm = self._global_norm(views) * grad_scale
         limit = norm / c.max_grad_norm if c.max_grad_norm > 0 else torch.zeros_like(norm)
-        multiplier = grad_scale / limit.clamp(min=1.0)
-        if not decide(norm):
-            return Update(norm, None, True)
-        self.steps += 1
+        refused = ~verdict.asked(norm)
+        multiplier = (grad_scale / limit.clamp(min=1.0)).masked_fill(refused, torch.nan)
+        step = self.steps + 1
         corrections = {
-            "correction1": 1 - c.beta1**self.steps if c.bias_correction else 1.0,
-            "correction2": 1 - c.beta2**self.steps if c.bias_correction else 1.0,
+            "correction1": 1 - c.beta1**step if c.bias_correction else 1.0,
+            "correction2": 1 - c.beta2**step if c.bias_correction else 1.0,
         }
         state = (shard.exp_avg, shard.exp_avg_sq, self.table)
         parts = self.kernels.lamb_moments(
@@ -111,10 +130,14 @@ class Lamb:
             grad_scale=multiplier,
             **corrections,
         )
-        ratios = self._trust_ratios(parts)
+        ratios = self._trust_ratios(parts).masked_fill(refused, torch.nan)
         self.kernels.lamb_apply(
             shard.master, *state, ratios[self._piece_of], lr=lr, eps=c.eps, low=low, **corrections
         )
+        then()
+        if not verdict.heard():
+            return Update(norm, None, True)
+        self.steps = step
         return Update(norm, ratios, False)
 
     def _views(self, grad: Tensor) -> list[Tensor]:

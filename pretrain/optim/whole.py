@@ -5,7 +5,7 @@ why. The global gradient norm is limited here, so that all of them mean the same
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from configs.errors import UserError
 from configs.schema import OptimizerConfig
-from pretrain.optim.lamb import Decide, Lamb, Update
+from pretrain.optim.lamb import Finite, Lamb, Update, Verdict
 from pretrain.optim.reference import ReferenceLamb
 from pretrain.parallel.groups import Groups
 from pretrain.parallel.pieces import Piece
@@ -52,10 +52,14 @@ class WholeTensorLamb(Lamb):
         lr: float,
         grad_scale: float = 1.0,
         low: Tensor | None = None,
-        decide: Decide = math.isfinite,
+        verdict: Verdict | None = None,
+        then: Callable[[], None] = lambda: None,
     ) -> Update:
         norm = self._global_norm(self._views(grad)) * grad_scale
-        if not decide(norm):
+        verdict = verdict or Finite()
+        verdict.asked(norm)
+        if not verdict.heard():
+            then()
             return Update(norm, None, True)
         self.steps += 1
         ratios = None
@@ -79,6 +83,7 @@ class WholeTensorLamb(Lamb):
             self.optimizer.step()
         if low is not None:
             low.copy_(self.shard.master)
+        then()
         return Update(norm, ratios, False)
 
     def _reference(self) -> ReferenceLamb:

@@ -6,6 +6,7 @@ makes the groups; with tp 1 nothing of it is imported.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,12 +46,15 @@ def make_groups(tp: int, world: int, rank: int) -> Groups:
 
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tp,
-        create_gloo_process_groups=False,
-        # On GPUs its kernels get the first multiprocessors that come free.
-        high_priority_stream_groups=["tp"] if dist.get_backend() == "nccl" else None,
-    )
+    with warnings.catch_warnings():
+        # Megatron-core gives each group's timeout twice; torch 2.11 says so for every one of them.
+        warnings.filterwarnings("ignore", "backend_options._timeout", UserWarning)
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=tp,
+            create_gloo_process_groups=False,
+            # On GPUs its kernels get the first multiprocessors that come free.
+            high_priority_stream_groups=["tp"] if dist.get_backend() == "nccl" else None,
+        )
     dp = world // tp
     return Groups(
         tp,

@@ -288,6 +288,25 @@ def test_lamb():
     assert torch.equal(results[0][1][-5:], state[0][-5:])
 
 
+@pytest.mark.parametrize("kernels", [fused, plain])
+def test_lamb_leaves_alone_what_it_is_told_to_by_nan(kernels):
+    numels = [40, 300]
+    options = {"eps": 1e-6, "correction1": 0.1, "correction2": 0.001}
+    state = [torch.rand(340, device=DEVICE) for _ in range(4)]
+    before = [x.clone() for x in state]
+    param, grad, exp_avg, exp_avg_sq = state
+    table, betas = kernels.LambTable([0, 40], numels, [0.0, 0.1]), {"beta1": 0.9, "beta2": 0.999}
+    nan = torch.tensor(float("nan"), device=DEVICE)
+    kernels.lamb_moments(*state, table, grad_scale=nan, **betas, **options)
+    assert all(torch.equal(now, then) for now, then in zip(state, before))
+    ratios, low = torch.tensor([float("nan"), 1.0], device=DEVICE), torch.zeros_like(param)
+    kernels.lamb_apply(
+        param, exp_avg, exp_avg_sq, table, ratios, lr=0.01, low=low.bfloat16(), **options
+    )
+    assert torch.equal(param[:40], before[0][:40])
+    assert (param[40:] != before[0][40:]).all()
+
+
 @pytest.mark.parametrize("heads, first_head", [(4, 0), (3, 5)])
 def test_masks_are_those_of_the_specification(heads, first_head):
     """Values one and v = identity show the attention mask itself; x = 1 the hidden one."""
