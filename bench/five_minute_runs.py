@@ -50,7 +50,15 @@ TRIES: dict[str, dict[str, list[str]]] = {
         "small-lr-1e-3-batch-128": ["--shape=512x12", "--lr=1e-3", "--batch=128", "--dropout=0"],
     },
 }
-# Tries of a minute or two, later: what pairs cost, and the rival at a higher rate.
+# Later tries. First of a minute or two: what pairs cost, other shapes and rates of the rival. Those
+# of ours named long had the whole time: nearly full rows after the first 5,000 updates.
+_END = "schedule: {kind: linear, lr: 4.0e-3, warmup: 0.06}"
+_LONG = [
+    "shards.long={max_length: 128, objective: nsp, single_prob: 0.75, short_seq_prob: 0.1, "
+    "mask_cap: 64, dupe_factor: 4}",
+    f"phases=[{{name: short, shards: mixed, global_batch: 384, steps: 5000, {_END}}}, "
+    f"{{name: long, shards: long, global_batch: 256, steps: 20000, {_END}}}]",
+]
 TRIES_LATER: dict[str, dict[str, list[str]]] = {
     "ours": {
         "pairs-only": ["shards.mixed.single_prob=0"],
@@ -59,20 +67,21 @@ TRIES_LATER: dict[str, dict[str, list[str]]] = {
             "shards.mixed.single_prob=0",
             "model.nsp_head=false",
         ],
+        "long-dropout": [*_LONG, "model.hidden_dropout=0.1", "model.attention_dropout=0.1"],
+        "long-mask-0.3": [*_LONG, "masking.probability=0.3"],
     },
     "rival": {
+        "512x8-lr-5e-4": ["--shape=512x8", "--lr=5e-4", "--batch=256", "--dropout=0"],
         "768x6-lr-3e-4": ["--shape=768x6", "--lr=3e-4", "--batch=256", "--dropout=0"],
         "512x8-lr-7e-4": ["--shape=512x8", "--lr=7e-4", "--batch=128", "--dropout=0"],
         "512x6-lr-5e-4": ["--shape=512x6", "--lr=5e-4", "--batch=256", "--dropout=0"],
     },
 }
-# The runs of the full time. Ours is the recipe; the rival has the best settings of its tries, of
-# which the second has not been run for so long yet.
+# The runs of the full time: the recipe, and the rival's best settings.
 FINALS: dict[str, dict[str, list[str]]] = {
     "ours": {"ours-768x6": []},
     "rival": {
-        "rival-512x8": ["--shape=512x8", "--lr=5e-4", "--batch=256", "--dropout=0"],
-        "rival-512x6": ["--shape=512x6", "--lr=5e-4", "--batch=256", "--dropout=0"],
+        "rival-512x6": ["--shape=512x6", "--lr=7e-4", "--batch=256", "--dropout=0"],
     },
 }
 
