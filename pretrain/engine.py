@@ -120,14 +120,11 @@ class LeanEngine(Engine):
             from pretrain.optim.whole import WholeTensorLamb
 
             self.lamb = WholeTensorLamb(pieces, self.shard, recipe.optimizer, groups, kernels)
-        # The rounded copy of this rank's masters, which the other ranks gather.
+        # The rounded copy of this rank's masters, which the others gather, be it of a first update
+        # that is refused.
         self.low: Tensor | None = None
         if dtype != torch.float32:
-            self.low = (
-                self.weights
-                if not self.sharded
-                else torch.empty_like(self.shard.master, dtype=dtype)
-            )
+            self.low = self.shard.master.to(dtype) if self.sharded else self.weights
         self.reduced = torch.zeros_like(self.shard.master) if self.sharded else self.grads
         self._last = False
 

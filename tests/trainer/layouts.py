@@ -215,6 +215,26 @@ def train(
     return losses, norms, engine
 
 
+def refused(layout: Layout, groups: Groups) -> bool:
+    """Whether two first updates that are NaN on one rank alone leave all as it was on every rank."""
+    engine = make_engine(layout, groups)
+
+    def everything() -> list[torch.Tensor]:
+        held = [*engine.model.parameters(), *map(engine.shard.tensor, engine.shard.kinds)]
+        return [t.detach().clone() for t in held]
+
+    before, skipped = everything(), True
+    for update in range(2):
+        (micro,) = micros(update_rows(update), groups.dp_rank, groups.dp, 1)
+        odd = float("nan") if groups.rank == groups.world - 1 else 1.0
+        engine.backward(odd * loss_of(engine.model(micro), micro.masked, micro.rows), True)
+        skipped &= engine.step(LR).skipped
+    alike = all(a.equal(b) for a, b in zip(before, everything(), strict=True))
+    every: list[bool] = [False] * dist.get_world_size()
+    dist.all_gather_object(every, skipped and alike and engine.lamb.steps == 0)
+    return all(every)
+
+
 def run_all(layouts: list[Layout]) -> dict[str, tuple]:
     """Every layout in turn: str(layout) -> (losses, gradient norms, tensors), or the error."""
     out = {}
@@ -250,7 +270,10 @@ def resume(layout: Layout, groups: Groups, folder: Path) -> tuple[list[float], l
     return losses, train(layout, groups, 5, start=5, engine=other)[0]
 
 
-def run_world(layouts: list[Layout], resumed: list[Layout], folder: Path) -> tuple[dict, dict]:
-    """What `run_all` and `resume` give, in one world."""
+def run_world(
+    layouts: list[Layout], resumed: list[Layout], spoiled: list[Layout], folder: Path
+) -> tuple[dict, dict, dict]:
+    """What `run_all`, `resume` and `refused` give, in one world."""
     again = {str(x): resume(x, make_groups(x.tp, x.dp), folder) for x in resumed}
-    return run_all(layouts), again
+    untouched = {str(x): refused(x, make_groups(x.tp, x.dp)) for x in spoiled}
+    return run_all(layouts), again, untouched

@@ -50,6 +50,8 @@ RESUMED = [
     Layout(1, 4, 0, 1, "lean", "fp16"),
 ]
 
+SPOILED = [*LOW, Layout(), Layout(1, 4, 1), Layout(2, 2, 0), Layout(2, 2, 2, engine="deepspeed")]
+
 
 @pytest.fixture(scope="module")
 def expected():
@@ -59,7 +61,7 @@ def expected():
 @pytest.fixture(scope="module")
 def everything(tmp_path_factory):
     folder = tmp_path_factory.mktemp("world")
-    return world(4, "tests.trainer.layouts:run_world", FP32 + LOW, RESUMED, folder)[0]
+    return world(4, "tests.trainer.layouts:run_world", FP32 + LOW, RESUMED, SPOILED, folder)[0]
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +103,11 @@ def test_low_precision_resumes_to_the_last_bit(layout, everything):
     whole, after = everything[1][str(layout)]
     assert after == whole[5:]
     assert len(set(whole)) == 10
+
+
+@pytest.mark.parametrize("layout", SPOILED, ids=str)
+def test_a_refused_first_update_leaves_everything_alone(layout, everything):
+    assert everything[2][str(layout)]
 
 
 @pytest.mark.slow
