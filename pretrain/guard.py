@@ -92,7 +92,8 @@ class LossGuard:
         self.bad = self.spikes = 0
 
     def check(self, step: int, loss: float, grad_norm: float) -> tuple[bool, str]:
-        """(apply this update?, what was odd about it or ""). Call before the update is applied.
+        """(is this update applied?, what was odd about it or ""). The device decides by the same rule
+        and may be ahead: no more is saved of an update that this raises for.
 
         Raises:
             TrainingStopped: nan_patience or spike_patience is used up; says which number.

@@ -117,8 +117,8 @@ class Trainer:
         shapes: set[int] = set()
         while run.step < end and not self.agreement.stopping and not self.budget.over:
             start, number = time.monotonic(), run.step - first
-            batch = batches.update(number)
             run.watchdog.beat("data")
+            batch = batches.update(number)
             size = len(batch.micros[0].input_ids)
             with run.watchdog.patience(0.0 if size in shapes else COMPILATION_S):
                 lr = lr_at(phase, self.budget.position(number + 1, phase.steps))
@@ -135,12 +135,13 @@ class Trainer:
         run, engine = self.run, self.run.engine
         sums = torch.zeros(4, device=run.device)
         for number, micro in enumerate(batch.micros):
-            sums += run.micro(micro, batch, last=number == len(batch.micros) - 1)
             run.watchdog.beat("forward")
+            sums += run.micro(micro, batch, last=number == len(batch.micros) - 1)
+        run.watchdog.beat("data")
         batches.prefetch(following)
+        run.watchdog.beat("update")  # ranks wait for one another in here
         result = engine.step(lr, self.agreement.on(batch, sums))
         run.step += 1
-        run.watchdog.beat("update")
         values = self.agreement.values
         if run.telemetry.wants(run.step):
             values |= self.figures(result, lr)

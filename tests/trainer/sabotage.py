@@ -5,6 +5,7 @@ WHAT is kind:number[:rank], for this process if its RANK is `rank` (default: any
     nan:7       the loss is NaN from update 7 on   nan:7-9    in updates 7 to 9
     hang:7      the process stops doing anything before update 7
     oom:7       GPU memory runs out in update 7     none:0    nothing happens
+    read:7      the thread that reads rows, or (pass:7) a forward pass, is stuck in update 7
     weights:7   update 7 leaves a weight that is NaN
     card:128    no accident, but a card for micro-batches of so many tokens
     peers:0     no accident, but GPUs: tensor-parallel ranks write into each other's memory, and
@@ -30,6 +31,7 @@ def arm(what: str) -> None:
     import pretrain.checkpoint.writer as writer
     import pretrain.checks as checks
     import pretrain.micro as micro
+    from pretrain.data.batches import Batches
     from pretrain.trainer import Trainer
 
     kind, numbers, *rank = what.split(":")
@@ -41,6 +43,7 @@ def arm(what: str) -> None:
         checks.CPU_MICRO_BATCH = begin
         return
     update, write, call = Trainer.update, writer.write_boxes, micro.Micro.__call__
+    build = Batches._build
     saves = 0
 
     def kill() -> None:
@@ -68,6 +71,8 @@ def arm(what: str) -> None:
         return write(path, boxes)
 
     def spoiled(self: Any, *arguments: Any, **named: Any) -> Any:
+        if kind == "pass" and self.armed:
+            time.sleep(1000)
         if kind == "nan" and self.armed:
             model = self.model
             self.model = lambda m: type(out := model(m))(
@@ -79,6 +84,12 @@ def arm(what: str) -> None:
                 self.model = model
         return call(self, *arguments, **named)
 
+    def stuck(self: Batches, step_in_phase: int) -> Any:
+        if kind == "read" and step_in_phase == begin - 1:
+            time.sleep(1000)
+        return build(self, step_in_phase)
+
+    Batches._build = stuck  # type: ignore[method-assign]
     Trainer.update = before_update  # type: ignore[method-assign]
     writer.write_boxes = half
     micro.Micro.__call__ = spoiled  # type: ignore[method-assign]

@@ -118,14 +118,17 @@ def test_b39_a_rank_killed_in_a_save_ends_the_job_and_the_next_start_goes_on(who
     )
 
 
-def test_a_hung_rank_ends_the_job_by_name(whole, tmp_path):
+@pytest.mark.parametrize(
+    ("accident", "bad", "part"),
+    [("hang:8:1", 1, "data"), ("read:8:1", 1, "data"), ("pass:8:0", 0, "forward")],
+)
+def test_a_hung_rank_ends_the_job_by_name_and_part(whole, tmp_path, accident, bad, part):
     run = fresh(whole, tmp_path / "run")
-    assert train(run, "guard.hang_timeout_s=10", size=2, accident="hang:8:1") == [77, 77], output(
-        run
-    )
-    assert "rank 1" in output(run)
-    assert "hangs in data" in output(run)
-    assert "rank 0 (" not in output(run).split("error:")[1].split("hangs")[0]
+    codes = train(run, "guard.hang_timeout_s=10", size=2, accident=accident)
+    assert codes == [77, 77], output(run)
+    said = [line for line in output(run).splitlines() if " hangs in " in line]
+    assert len(said) == 1 and said[0].startswith(f"error: rank {bad} ("), output(run)
+    assert f" hangs in {part} since" in said[0]
     assert latest(run / "train").name == "step-00000005"
 
 
