@@ -32,14 +32,18 @@ class Agreement:
 
     def on(self, batch: GlobalBatch, sums: Tensor) -> Agreement:
         """Turns to the update of run.step + 1. sums: [4] of this rank, as of `micro.Micro`."""
-        self.batch, self.sums = batch, sums
+        # Not the batch: its tensors would stay on the device beside the next two.
+        self.labelled = sum(micro.labelled for micro in batch.micros)
+        # Tensor-parallel ranks hold equal sums, so the world's sum has each one tp times.
+        self.masked = batch.masked_total * self.run.plan.tp
+        self.rows = batch.rows_total * self.run.plan.tp
+        self.sums = sums
         return self
 
     def asked(self, norm: Tensor) -> Tensor:
         plan = self.run.plan
-        labelled = sum(micro.labelled for micro in self.batch.micros)
         clock = self.budget.clock if plan.rank == 0 else 0.0
-        more = torch.tensor([bool(self.stop.received), clock, labelled], dtype=torch.float64)
+        more = torch.tensor([bool(self.stop.received), clock, self.labelled], dtype=torch.float64)
         if self.copied:  # a copy of unpinned memory would wait for the device
             more = more.pin_memory()
         vector = torch.cat([self.sums.double(), more.to(self.sums.device, non_blocking=True)])
@@ -60,18 +64,16 @@ class Agreement:
         """
         if self.copied:
             self.copied.synchronize()
-        run, plan, batch = self.run, self.run.plan, self.batch
+        run, masked, rows = self.run, self.masked, self.rows
         mlm, nsp, mlm_right, nsp_right, told, self.budget.spent, labelled, norm = self.host.tolist()
         self.stopping = told > 0
-        # Tensor-parallel ranks hold equal sums, so the world's sum has each one tp times.
-        masked, rows = batch.masked_total * plan.tp, batch.rows_total * plan.tp
         self.values = {
             "loss": mlm / masked + nsp / rows,
             "mlm_loss": mlm / masked,
             "mlm_accuracy": mlm_right / masked,
             "grad_norm": norm,
         }
-        if labelled and plan.model.nsp_head:
+        if labelled and run.plan.model.nsp_head:
             self.values |= {"nsp_loss": nsp / labelled, "nsp_accuracy": nsp_right / labelled}
         step = run.step + 1
         apply, odd = self.guard.check(step, self.values["loss"], norm)
