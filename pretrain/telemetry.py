@@ -101,6 +101,7 @@ class Telemetry:
                 nsp_loss, mlm_accuracy, nsp_accuracy, lr, grad_norm,
                 trust_ratio_min/10/50/90/max, loss_scale, ...; may be {} where `wants` says no.
             seconds: of the whole update, data wait included. Derived rates are added here.
+            data_wait_s: of them, spent waiting for rows; a GPU may have been at work meanwhile.
         """
         if not self.enabled:
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -98,7 +99,7 @@ class Trainer:
         run, recipe = self.run, self.recipe
         batches = Batches(
             self.plan.shards[phase.shards],
-            phase,
+            replace(phase, steps=end - first),  # reads no further ahead
             index,
             recipe.masking,
             recipe.seed,
@@ -122,23 +123,21 @@ class Trainer:
             size = len(batch.micros[0].input_ids)
             with run.watchdog.patience(0.0 if size in shapes else COMPILATION_S):
                 lr = lr_at(phase, self.budget.position(number + 1, phase.steps))
-                self.update(batch, lr, start, batches, number + 1)
+                self.update(batch, lr, start, batches)
             shapes.add(size)
             run.watchdog.running()
             self.after_update(end)
         batches.close()
 
-    def update(
-        self, batch: GlobalBatch, lr: float, start: float, batches: Batches, following: int
-    ) -> None:
-        """One optimiser update over a global batch. following: the number in `batches` of the next."""
+    def update(self, batch: GlobalBatch, lr: float, start: float, batches: Batches) -> None:
+        """One optimiser update over a global batch, the last one that `batches` gave."""
         run, engine = self.run, self.run.engine
         sums = torch.zeros(4, device=run.device)
         for number, micro in enumerate(batch.micros):
             run.watchdog.beat("forward")
             sums += run.micro(micro, batch, last=number == len(batch.micros) - 1)
         run.watchdog.beat("data")
-        batches.prefetch(following)
+        batches.prefetch()
         run.watchdog.beat("update")  # ranks wait for one another in here
         result = engine.step(lr, self.agreement.on(batch, sums))
         run.step += 1

@@ -180,24 +180,26 @@ class Batches:
         self._thread = ThreadPoolExecutor(1, "batches", self._enter_thread)
         self._making: tuple[int, Future[GlobalBatch]] | None = None
         self._here: tuple[int, GlobalBatch] | None = None  # on the device already
-        self._waited_s = 0.0
+        self._waited_s, self._given = 0.0, -1
 
     def update(self, step_in_phase: int) -> GlobalBatch:
         """The batch of an update (from 0), on the device."""
+        self._given = step_in_phase
         here, self._here = self._here, None
         if here is not None and here[0] == step_in_phase:
             return here[1]
         return self._take(step_in_phase)
 
-    def prefetch(self, step_in_phase: int) -> None:
-        """Brings the batch of a coming update to the device and lets a thread make the one after it.
+    def prefetch(self) -> None:
+        """Brings the batch after the last one to the device and lets a thread make the next but one.
         To be called while the device computes: both compete for the interpreter with a thread that
         launches kernels. What goes wrong is raised by `update` when that batch is asked for."""
-        if step_in_phase >= self.phase.steps or self._made(step_in_phase).exception():
+        coming = self._given + 1
+        if coming >= self.phase.steps or self._made(coming).exception():
             return
-        self._here = step_in_phase, self._take(step_in_phase)
-        if step_in_phase + 1 < self.phase.steps:
-            self._start(step_in_phase + 1)
+        self._here = coming, self._take(coming)
+        if coming + 1 < self.phase.steps:
+            self._start(coming + 1)
 
     def _start(self, step_in_phase: int) -> Future[GlobalBatch]:
         if self._making is None or self._making[0] != step_in_phase:

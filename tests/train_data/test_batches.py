@@ -228,7 +228,7 @@ def test_a_damaged_part_is_reported_when_its_batch_is_asked_for(tmp_path) -> Non
             for step in range(10):
                 b.update(step)
                 if ahead:  # never raises: the update before is not lost
-                    b.prefetch(step + 1)
+                    b.prefetch()
         b.close()
 
 
@@ -238,7 +238,7 @@ def test_what_was_fetched_ahead_is_what_is_made_when_asked_for(shards) -> None:
     for step in (0, 1, 3, 2, 3):
         got, wanted = ahead.update(step), behind.update(step)
         assert ahead.waited() >= 0 and ahead.waited() == 0
-        ahead.prefetch(step + 1)
+        ahead.prefetch()
         for a, b in zip(got.micros, wanted.micros, strict=True):
             for name, tensor in a.tensors().items():
                 assert tensor.equal(b.tensors()[name]), (step, name)
