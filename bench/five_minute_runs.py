@@ -52,12 +52,12 @@ TRIES: dict[str, dict[str, list[str]]] = {
 }
 # Later tries. First of a minute or two: what pairs cost, other shapes and rates of the rival. Those
 # of ours named long had the whole time: nearly full rows after the first 5,000 updates.
-_END = "schedule: {kind: linear, lr: 4.0e-3, warmup: 0.06}"
+_SCHEDULE = "schedule: {kind: linear, lr: 4.0e-3, warmup: 0.06}"
 _LONG = [
     "shards.long={max_length: 128, objective: nsp, single_prob: 0.75, short_seq_prob: 0.1, "
     "mask_cap: 64, dupe_factor: 4}",
-    f"phases=[{{name: short, shards: mixed, global_batch: 384, steps: 5000, {_END}}}, "
-    f"{{name: long, shards: long, global_batch: 256, steps: 20000, {_END}}}]",
+    f"phases=[{{name: short, shards: mixed, global_batch: 384, steps: 5000, {_SCHEDULE}}}, "
+    f"{{name: long, shards: long, global_batch: 256, steps: 20000, {_SCHEDULE}}}]",
 ]
 TRIES_LATER: dict[str, dict[str, list[str]]] = {
     "ours": {

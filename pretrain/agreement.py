@@ -41,6 +41,7 @@ class Agreement:
         return self
 
     def asked(self, norm: Tensor) -> Tensor:
+        """Starts the transfer; bool scalar on the device, equal on all ranks. norm: scalar there."""
         plan = self.run.plan
         clock = self.budget.clock if plan.rank == 0 else 0.0
         more = torch.tensor([bool(self.stop.received), clock, self.labelled], dtype=torch.float64)
@@ -56,7 +57,10 @@ class Agreement:
         return torch.isfinite(vector[:2].sum() + vector[-1])
 
     def heard(self) -> bool:
-        """Raises: TrainingStopped, from the guard.
+        """Waits for the transfer and fills `values` and `stopping`; was the update applied?
+
+        Raises:
+            TrainingStopped: from the guard.
 
         nsp_loss and nsp_accuracy are of rows that have a label, and are left out without any, or
         without a head. In the loss their sum counts over all rows, so that single segments among

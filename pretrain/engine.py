@@ -249,6 +249,7 @@ class LeanEngine(Engine):
         return update
 
     def _finish(self) -> None:
+        """What follows an update on the device, be it applied or not."""
         self._gather()
         self.grads.zero_()
 

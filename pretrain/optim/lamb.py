@@ -112,6 +112,7 @@ class Lamb:
         self._agree_on_replicas(views)
         norm = self._global_norm(views) * grad_scale
         limit = norm / c.max_grad_norm if c.max_grad_norm > 0 else torch.zeros_like(norm)
+        # NaN tells the kernels to leave everything as it is.
         refused = ~verdict.asked(norm)
         multiplier = (grad_scale / limit.clamp(min=1.0)).masked_fill(refused, torch.nan)
         step = self.steps + 1
