@@ -25,7 +25,9 @@ SIDES = ("ours", "rival")
 # The short tries, with their whole schedule each (bench/RESULTS.md says what came of
 # them). They were made before the recipe had its shape, rows and start; `base` and `small` set
 # what they had.
+_BF16 = "train.precision=bf16"
 _THEN = [
+    _BF16,
     "model.nsp_head=false",
     "train.unigram_bias=false",
     "train.sinusoidal_positions=false",
@@ -50,8 +52,8 @@ TRIES: dict[str, dict[str, list[str]]] = {
         "small-lr-1e-3-batch-128": ["--shape=512x12", "--lr=1e-3", "--batch=128", "--dropout=0"],
     },
 }
-# Later tries. First of a minute or two: what pairs cost, other shapes and rates of the rival. Those
-# of ours named long had the whole time: nearly full rows after the first 5,000 updates.
+# Later tries. First of a minute or two: what pairs cost, other shapes and rates of the rival. Then of
+# the whole time; long: nearly full rows after the first 5,000 updates.
 _SCHEDULE = "schedule: {kind: linear, lr: 4.0e-3, warmup: 0.06}"
 _LONG = [
     "shards.long={max_length: 128, objective: nsp, single_prob: 0.75, short_seq_prob: 0.1, "
@@ -59,29 +61,48 @@ _LONG = [
     f"phases=[{{name: short, shards: mixed, global_batch: 384, steps: 5000, {_SCHEDULE}}}, "
     f"{{name: long, shards: long, global_batch: 256, steps: 20000, {_SCHEDULE}}}]",
 ]
+_DROPOUT = ["model.hidden_dropout=0.1", "model.attention_dropout=0.1"]
+_UNADAPTED = "optimizer.adapt_bias_and_norm=false"
 TRIES_LATER: dict[str, dict[str, list[str]]] = {
     "ours": {
-        "pairs-only": ["shards.mixed.single_prob=0"],
+        "pairs-only": [_BF16, "shards.mixed.single_prob=0"],
         "single-only": [
+            _BF16,
             "shards.mixed.objective=doc-sentences",
             "shards.mixed.single_prob=0",
             "model.nsp_head=false",
         ],
-        "long-dropout": [*_LONG, "model.hidden_dropout=0.1", "model.attention_dropout=0.1"],
-        "long-mask-0.3": [*_LONG, "masking.probability=0.3"],
+        "long-dropout": [_BF16, *_LONG, *_DROPOUT],
+        "long-mask-0.3": [_BF16, *_LONG, "masking.probability=0.3"],
     },
     "rival": {
         "512x8-lr-5e-4": ["--shape=512x8", "--lr=5e-4", "--batch=256", "--dropout=0"],
         "768x6-lr-3e-4": ["--shape=768x6", "--lr=3e-4", "--batch=256", "--dropout=0"],
         "512x8-lr-7e-4": ["--shape=512x8", "--lr=7e-4", "--batch=128", "--dropout=0"],
         "512x6-lr-5e-4": ["--shape=512x6", "--lr=5e-4", "--batch=256", "--dropout=0"],
+        "512x6-lr-7e-4": ["--shape=512x6", "--lr=7e-4", "--batch=256", "--dropout=0"],
+        "512x6-lr-1.4e-3": ["--shape=512x6", "--lr=1.4e-3", "--batch=256", "--dropout=0"],
+        "512x5-lr-7e-4": ["--shape=512x5", "--lr=7e-4", "--batch=256", "--dropout=0"],
     },
+}
+# One change each of the finished recipe, in the whole time (the rates in fp8 in 160 s). Of these only
+# fp8 was taken over, for its speed.
+ABLATIONS: dict[str, list[str]] = {
+    "bf16": [_BF16],
+    "bf16-dropout": [_BF16, *_DROPOUT],
+    "bf16-decay-0.3": [_BF16, "optimizer.weight_decay=0.3"],
+    "bf16-lr-2.5e-3": [_BF16, "phases.0.schedule.lr=2.5e-3"],
+    "bf16-unadapted-lr-3e-3": [_BF16, _UNADAPTED, "phases.0.schedule.lr=3e-3"],
+    "bf16-unadapted-lr-6e-3": [_BF16, _UNADAPTED, "phases.0.schedule.lr=6e-3"],
+    "bf16-unadapted-lr-1e-2": [_BF16, _UNADAPTED, "phases.0.schedule.lr=1e-2"],
+    "lr-5.5e-3": ["phases.0.schedule.lr=5.5e-3"],
+    "lr-7.5e-3": ["phases.0.schedule.lr=7.5e-3"],
 }
 # The runs of the full time: the recipe, and the rival's best settings.
 FINALS: dict[str, dict[str, list[str]]] = {
     "ours": {"ours-768x6": []},
     "rival": {
-        "rival-512x6": ["--shape=512x6", "--lr=7e-4", "--batch=256", "--dropout=0"],
+        "rival-512x6": ["--shape=512x6", "--lr=1e-3", "--batch=256", "--dropout=0"],
     },
 }
 

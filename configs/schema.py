@@ -117,7 +117,8 @@ class OptimizerConfig:
     max_grad_norm: float = 1.0  # 0 = off
     trust_ratio_min: float = 0.0
     trust_ratio_max: float = 0.0  # 0 = no ceiling
-    # Bias and LayerNorm are never decayed; with this they also take a plain Adam step.
+    # Bias and LayerNorm are never decayed. Off, they take a plain Adam step too, without trust ratio, as in
+    # the paper's code and in apex without use_nvlamb; on, a bias that starts at 0 hardly leaves it.
     adapt_bias_and_norm: bool = True
 
 

@@ -13,6 +13,15 @@ from configs import UserError
 
 
 @dataclass(frozen=True)
+class CopyEngines:
+    """Of GPUs that reach each other's memory. rate: bytes/s that one sends to the others; wait_s: what an
+    exchange takes beside its bytes."""
+
+    rate: float
+    wait_s: float
+
+
+@dataclass(frozen=True)
 class Card:
     """One GPU model.
 
@@ -30,7 +39,7 @@ class Card:
     bandwidth: float
     nvlink: float  # bus bandwidth of a collective among the GPUs of a node, bytes/s a GPU
     collective_latency_s: float
-    exchange_s: float | None  # waiting for others' tokens; None: GPUs do not reach each other
+    copy_engines: CopyEngines | None
     launch_s: float  # host time a micro-batch that no kernel hides
     update_s: float  # host time an update: clipping, logging, planning the next batch
     hook_s: float  # DeepSpeed's Python hooks, per parameter tensor and micro-batch
@@ -53,8 +62,8 @@ class Network:
 # and backward at length 128, of which 0.27 are traffic. nvlink: NCCL's bus bandwidth over NVLink 4.
 # Fitted to the runs in bench/results/measured.jsonl: hook_s (dp 2 with the DeepSpeed engine), fp8's
 # gain (128 and 512), collective_latency_s (tp 2 and 4: what a sum costs beside its bytes, start and
-# waiting for the other rank included, less what runs beside a product) and exchange_s (1.3B at tp 2,
-# on H200s); everything else was set before those runs.
+# waiting for the other rank included, less what runs beside a product), copy_engines
+# (1.3B at tp 2 and 3.9B at tp 4, on H200s); everything else was set before those runs.
 H100 = Card(
     name="H100",
     memory_bytes=79.6e9,
@@ -65,7 +74,7 @@ H100 = Card(
     bandwidth=2.9e12,
     nvlink=340e9,
     collective_latency_s=55e-6,
-    exchange_s=46e-6,
+    copy_engines=CopyEngines(rate=270e9, wait_s=28e-6),
     launch_s=0.3e-3,
     update_s=3e-3,
     hook_s=105e-6,
@@ -95,7 +104,7 @@ CARDS = {
         bandwidth=1.75e12,
         nvlink=230e9,
         collective_latency_s=55e-6,
-        exchange_s=46e-6,
+        copy_engines=CopyEngines(rate=180e9, wait_s=28e-6),
         launch_s=0.3e-3,
         update_s=3e-3,
         hook_s=105e-6,
@@ -113,7 +122,7 @@ CARDS = {
         bandwidth=0.87e12,
         nvlink=12e9,
         collective_latency_s=90e-6,
-        exchange_s=None,
+        copy_engines=None,
         launch_s=0.3e-3,
         update_s=3e-3,
         hook_s=105e-6,

@@ -154,7 +154,7 @@ def share_tokens(layout: Layout, wanted: bool | None, card: Card) -> Layout:
     """
     if layout.tp == 1 or wanted is False or layout.tp not in TP:
         return layout
-    near = layout.tp <= layout.gpus_per_node and card.exchange_s is not None
+    near = layout.tp <= layout.gpus_per_node and card.copy_engines is not None
     peers = near and layout.precision != "fp8"
     return replace(layout, sequence_parallel=peers or bool(wanted), peers=peers)
 

@@ -146,8 +146,9 @@ def _micro_parts(
         return matmul_s(m, n, k, card, precision)
 
     shapes = [(3 * h / tp, h), (h, h / tp), (i / tp, h), (h, i / tp)]
-    products = layers * sum(mm(t, n, k) for n, k in shapes)
-    grads = layers * sum(mm(t, k, n) + mm(n, k, t) for n, k in shapes)
+    linear = [(mm(t, n, k), mm(t, k, n), mm(n, k, t)) for n, k in shapes]
+    products = layers * sum(forward for forward, _, _ in linear)
+    grads = layers * sum(dgrad + wgrad for _, dgrad, wgrad in linear)
     # Queries times keys, probabilities times values; the backward pass computes 2.5 times that.
     scores = (
         layers
@@ -171,15 +172,14 @@ def _micro_parts(
     head_back = mm(masked, h, vocab) + mm(vocab, h, masked) + 2 * mm(masked, h, h)
     head_back += 2 * size * masked * vocab / card.bandwidth
     embed = 5 * size * t * h / card.bandwidth
-    if layout.peers:
-        # Beside each product travels what it needs or makes.
-        link = size * t * h * (tp - 1) / tp / card.nvlink
-        seen = sum(max(0.0, link - mm(t, n, k)) for n, k in shapes)
-        reduce = layers * (seen + len(shapes) * (card.exchange_s or 0.0))
+    if layout.peers and card.copy_engines:
+        sent = size * t * h * (tp - 1) / tp
+        seen = _exchanges(linear, sent / card.copy_engines.rate, card.copy_engines.wait_s)
+        reduce, reduce_back = (layers * seconds for seconds in seen)
     else:
         # With sequence parallelism a sum is two collectives, and residuals' gradients are added apart.
         waits = (2 if layout.sequence_parallel else 1) * card.collective_latency_s
-        reduce = layers * 2 * all_reduce_s(size * t * h, tp, card.nvlink, waits)
+        reduce = reduce_back = layers * 2 * all_reduce_s(size * t * h, tp, card.nvlink, waits)
     residuals = layers * 6 * size * rows * h / card.bandwidth if layout.sequence_parallel else 0.0
     forward = {
         "matmuls": products,
@@ -195,6 +195,24 @@ def _micro_parts(
         "elementwise": 5 * norm + 3 * gelu + residuals,
         "heads": head_back,
         "embeddings": 2 * embed,
-        "tensor-parallel collectives": reduce,
+        "tensor-parallel collectives": reduce_back,
     }
+    return forward, backward
+
+
+def _exchanges(
+    linear: list[tuple[float, float, float]], link: float, wait: float
+) -> tuple[float, float]:
+    """What a layer shows of its exchanges by copy engines, forward and backward, in seconds.
+
+    linear: seconds of the products (forward, for the input's gradient, for the weight's), column and row
+    layers in turn. link: what the bytes of one exchange take. Half of a product needs nothing that is
+    still under way, or is left when the others' part has gone. Going back, a column layer makes two
+    exchanges beside both of its products (pretrain.kernels.exchanged).
+    """
+    forward = backward = len(linear) * wait
+    for number, (product, dgrad, wgrad) in enumerate(linear):
+        column = number % 2 == 0
+        forward += max(0.0, link - product / 2)
+        backward += max(0.0, 2 * link - dgrad / 2 - wgrad if column else link - dgrad / 2)
     return forward, backward

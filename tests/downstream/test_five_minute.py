@@ -18,7 +18,7 @@ from bench import five_minute_finetune as tuning
 from bench import five_minute_rival as rival
 from bench.five_minute_finetune import TASKS, collect, score_of
 from bench.five_minute_report import write_report
-from bench.five_minute_runs import FINALS, SIDES, TRIES, TRIES_LATER, Workplace
+from bench.five_minute_runs import ABLATIONS, FINALS, SIDES, TRIES, TRIES_LATER, Workplace
 from configs import UserError, load_recipe
 from configs.model import ModelConfig, resolve_model
 from configs.objectives import check_objective
@@ -271,7 +271,7 @@ def test_report_of_the_sides_that_have_run(tmp_path: Path, there: list[str]) -> 
 
 def test_tries_are_recipes_and_options_that_exist() -> None:
     tries = {s: [*TRIES[s].values(), *TRIES_LATER[s].values(), *FINALS[s].values()] for s in SIDES}
-    for options in tries["ours"]:
+    for options in [*tries["ours"], *ABLATIONS.values()]:
         recipe = load_recipe("five-minute", options)
         check_recipe(recipe, list(recipe.shards))
         name = recipe.phases[0].shards
