@@ -6,11 +6,15 @@ import errno
 import fcntl
 import json
 import os
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 from configs.errors import UserError, refusal
+
+LOCK = ".lock"
 
 
 def make_folder(folder: Path) -> Path:
@@ -36,7 +40,9 @@ def named(path: str | Path) -> Path:
     return path if path.name not in ("", "..") else path.resolve()
 
 
-def lock_folder(folder: Path, work: str) -> TextIO:
+def lock_folder(
+    folder: Path, work: str, elsewhere: str = "take another folder with work_dir=..."
+) -> TextIO:
     """Makes a folder and keeps others from the same `work` in it while the file returned is open.
 
     The lock goes when the process does, however it ends. A file system without locks has none.
@@ -44,18 +50,37 @@ def lock_folder(folder: Path, work: str) -> TextIO:
     Raises:
         UserError: another process holds it, or the folder cannot be made.
     """
-    file = (make_folder(folder) / ".lock").open("w")
+    file = (make_folder(folder) / LOCK).open("w")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.close()
         raise UserError(
             f"{folder}: another {work} is running here",
-            "wait for it, stop it, or take another folder with work_dir=...",
+            f"wait for it, stop it, or {elsewhere}",
         ) from None
     except OSError:
         pass
     return file
+
+
+@contextmanager
+def folder_beside(out: Path) -> Iterator[Path]:
+    """An empty folder in which to make what `out` shall be; whoever fills it renames it. One process at
+    a time for that place; what an earlier one left half done is thrown away.
+
+    Raises:
+        UserError: another process is at it, or the folder cannot be made.
+    """
+    fresh = out.with_name(f".{out.name}.new")
+    with lock_folder(fresh, f"making of {out.name}", "name another folder"):
+        for old in fresh.iterdir():
+            if old.is_dir() and not old.is_symlink():
+                shutil.rmtree(old)
+            elif old.name != LOCK:
+                old.unlink()
+        yield fresh
+        (out / LOCK).unlink(missing_ok=True)
 
 
 def read_json(path: Path, remedy: str) -> Any:

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from configs import UserError, make_folder, say
-from configs.files import named
+from configs import UserError, say
+from configs.files import folder_beside, named
 from configs.log import LOG
 from configs.model import ModelConfig
 from pretrain.convert.card import commit, last_scores, model_card
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 PROVENANCE = "lambert.json"
-TOLERANCE = 1e-5  # of the largest logit (at least 1): fp32 in another order of sums
 
 
 def main(argv: Sequence[str]) -> int:
@@ -71,79 +70,22 @@ def export(
             "the tokenizer is of another run",
         )
     _warn_of_another_vocabulary(opened)
-    fresh = out.with_name(f".{out.name}.new")
-    shutil.rmtree(fresh, ignore_errors=True)
-    make_folder(fresh)
+
+    from pretrain.convert.self_check import self_check
+
     count, path, meta = len(opened.tensors), opened.path, opened.meta
-    _write_small_files(fresh, opened, dtype)
-    model = _write_weights(fresh, opened, dtype, shard_bytes)
-    say(f"{path}: {count} tensors written; reloading with transformers to compare")
-    difference = self_check(fresh, model)
-    del model
-    sync_folder(fresh)
-    if out.exists():
-        shutil.rmtree(out)
-    fresh.rename(out)
+    with folder_beside(out) as fresh:
+        _write_small_files(fresh, opened, dtype)
+        model = _write_weights(fresh, opened, dtype, shard_bytes)
+        say(f"{path}: {count} tensors written; reloading with transformers to compare")
+        difference = self_check(fresh, model)
+        del model
+        sync_folder(fresh)
+        if out.exists():
+            shutil.rmtree(out)
+        fresh.rename(out)
     say(f"{out}: update {meta.get('step', 0)}, {dtype}; logits differ by {difference:.1e} at most")
     return out
-
-
-def self_check(folder: Path, model: BertForPreTraining) -> float:
-    """Reloads `folder` with transformers and compares every logit of four random rows.
-
-    Returns:
-        The largest difference.
-
-    Raises:
-        UserError: missing or unexpected keys, a size that differs, or logits that do.
-    """
-    import torch
-    from transformers import AutoModelForMaskedLM, AutoModelForPreTraining, AutoTokenizer
-    from transformers.utils import logging
-
-    from pretrain.downstream.pseudo import uniform_rows
-
-    logging.disable_progress_bar()
-    config = model.config
-    auto = AutoModelForPreTraining if config.nsp_head else AutoModelForMaskedLM
-    loaded, info = auto.from_pretrained(folder, output_loading_info=True, dtype=torch.float32)
-    wrong = {kind: sorted(map(str, keys)) for kind, keys in info.items() if keys}
-    if wrong:
-        raise UserError(f"{folder}: transformers reports {wrong}", "this is a fault of the export")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    rows = loaded.get_input_embeddings().weight.shape[0]
-    ids = max(tokenizer.get_vocab().values()) + 1
-    if not ids == rows == config.vocab_size:
-        raise UserError(
-            f"{folder}: tokenizer {ids}, embedding {rows}, config {config.vocab_size}",
-            "this is a fault of the export",
-        )
-    length = min(64, config.max_position_embeddings)
-    drawn = torch.randint(
-        config.vocab_size, (4, length), generator=torch.Generator().manual_seed(0)
-    )
-    types = (torch.arange(length) >= length // 2).long().expand(4, -1).contiguous()
-    with torch.no_grad():
-        given = loaded.eval()(input_ids=drawn, token_type_ids=types)
-        micro = uniform_rows(drawn, types)
-        hidden = model.encode(micro)
-        pairs = [
-            (given[0] if not config.nsp_head else given.prediction_logits, model.logits(hidden))
-        ]
-        if config.nsp_head:
-            pairs.append(
-                (given.seq_relationship_logits, model.nsp_logits(hidden[micro.first_positions]))
-            )
-    worst = 0.0
-    for theirs, ours in pairs:
-        difference = (theirs.reshape(ours.shape) - ours).abs().max().item()
-        if not difference <= TOLERANCE * max(1.0, ours.abs().max().item()):
-            raise UserError(
-                f"{folder}: logits differ from the trained model's by {difference:.2e}",
-                "this is a fault of the export; nothing was published",
-            )
-        worst = max(worst, difference)
-    return worst
 
 
 def _write_weights(fresh: Path, opened: Opened, dtype: str, shard_bytes: int) -> BertForPreTraining:

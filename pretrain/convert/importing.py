@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import shutil
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from configs import UserError, say
-from configs.files import named
+from configs.files import folder_beside, named
 from pretrain.convert.hf import sync_folder
 from pretrain.convert.layouts import read_foreign
 from pretrain.convert.vocabulary import write_folder
@@ -55,18 +54,18 @@ def import_model(
     from pretrain.convert.native import with_new_heads
 
     tensors = with_new_heads(model.config, model.tensors, seed)
-    fresh = out.with_name(f".{out.name}.new")
-    shutil.rmtree(fresh, ignore_errors=True)
-    write_folder(model.tokenizer, fresh / "vocab", lowercase, model.config.max_position_embeddings)
+    longest = model.config.max_position_embeddings
     meta = {
         "model": asdict(model.config),
         "imported": {"layout": model.layout, "from": str(source), "new_heads": model.missing_heads},
     }
-    save_logical(fresh / "train", tensors, meta)
-    sync_folder(fresh)
-    if out.exists():
-        out.rmdir()
-    fresh.rename(out)
+    with folder_beside(out) as fresh:
+        write_folder(model.tokenizer, fresh / "vocab", lowercase, longest)
+        save_logical(fresh / "train", tensors, meta)
+        sync_folder(fresh)
+        if out.exists():
+            out.rmdir()
+        fresh.rename(out)
     for reason in dict.fromkeys(model.dropped.values()):
         names = [name for name, why in model.dropped.items() if why == reason]
         say(f"left out {len(names)} ({names[0]}{', ...' if len(names) > 1 else ''}): {reason}")

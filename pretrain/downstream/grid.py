@@ -7,11 +7,12 @@ import shutil
 import sys
 import time
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from configs import UserError, make_folder, say
-from configs.files import publish_text
+from configs.files import LOCK, lock_folder, publish_text, read_json
 from pretrain.downstream import metrics
 from pretrain.downstream.kinds import Choice, Classify, Feature, Kind, Regress, Row, Tag
 from pretrain.downstream.loading import load_for_task, load_tokenizer, split_random, weights_digest
@@ -28,6 +29,7 @@ KINDS: dict[str, type[Kind]] = {
     "question": Question,
     "choice": Choice,
 }
+GRID = "grid.json"
 _ASIDE = ("word_starts", "offsets", "example")  # kept for scoring, not for the model
 
 
@@ -53,11 +55,10 @@ def run_grid(
     kind = KINDS[task.kind](task, settings, tokenizer)
     kind.learn_labels(splits["train"], f"{task.name} train")
     features = {split: kind.encode(rows, split) for split, rows in splits.items()}
-    _claim(out, _identity(task, settings, splits, model, layers))
-    best_seen = -float("inf")
     results = []
-    for lr in settings.lrs:
-        for seed in settings.seeds:
+    with _claim(out, _identity(task, settings, splits, model, layers)):
+        best_seen = -float("inf")
+        for lr, seed in product(settings.lrs, settings.seeds):
             folder = out / "runs" / f"lr{lr:g}-seed{seed}"
             done = folder / "result.json"
             if not done.is_file():
@@ -67,14 +68,14 @@ def run_grid(
                 if save_best and result[task.metrics[0]] > best_seen:
                     _save_best(trainer, tokenizer, out / "best")
                 publish_text(done, json.dumps(result, indent=2))
-            result = json.loads(done.read_text(encoding="utf-8"))
+            result = read_json(done, "remove it, and this rate and seed are trained again")
             best_seen = max(best_seen, result[task.metrics[0]])
             results.append(result)
             scores = ", ".join(f"{name} {result[name]:.2f}" for name in task.metrics)
             say(f"{task.name} lr {lr:g} seed {seed}: {scores} ({result['seconds']:.0f} s)")
-    table = summarise(task, results)
-    publish_text(out / "results.json", json.dumps(table, indent=2))
-    (out / "table.md").write_text(as_markdown(task, table), encoding="utf-8")
+        table = summarise(task, results)
+        publish_text(out / "results.json", json.dumps(table, indent=2))
+        (out / "table.md").write_text(as_markdown(task, table), encoding="utf-8")
     return table
 
 
@@ -204,10 +205,18 @@ def _identity(
     }
 
 
-def _claim(out: Path, identity: dict[str, Any]) -> None:
-    file = out / "grid.json"
-    if file.is_file():
-        before = json.loads(file.read_text(encoding="utf-8"))
+def _claim(out: Path, identity: dict[str, Any]) -> TextIO:
+    """`out` as this grid's own; other processes stay out of it until the file returned is closed."""
+    _refuse_others(out, identity)
+    lock = lock_folder(out, "fine-tuning", "name another --out")
+    _refuse_others(out, identity)  # who was faster may have left other results
+    publish_text(out / GRID, json.dumps(identity, indent=2))
+    return lock
+
+
+def _refuse_others(out: Path, identity: dict[str, Any]) -> None:
+    if (out / GRID).is_file():
+        before = read_json(out / GRID, "name another --out")
         changed = [k for k in identity if before.get(k) != identity[k]]
         if changed:
             raise UserError(
@@ -215,10 +224,8 @@ def _claim(out: Path, identity: dict[str, Any]) -> None:
                 f" ({before.get(changed[0])!r}, now {identity[changed[0]]!r})",
                 "name another --out",
             )
-    elif out.exists() and any(out.iterdir()):
+    elif out.exists() and any(path.name != LOCK for path in out.iterdir()):
         raise UserError(f"{out}: not empty and no fine-tuning folder", "name another --out")
-    make_folder(out)
-    publish_text(file, json.dumps(identity, indent=2))
 
 
 def _save_best(trainer: Trainer, tokenizer: Any, folder: Path) -> None:

@@ -15,12 +15,15 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from configs import UserError
+from configs.files import LOCK, folder_beside
 from configs.model import ModelConfig, padded_vocab
 from pretrain.checkpoint import save_logical
 from pretrain.convert.card import last_scores, model_card
-from pretrain.convert.export import export, self_check
+from pretrain.convert.export import export
+from pretrain.convert.importing import import_model
 from pretrain.convert.native import to_model
 from pretrain.convert.opening import open_model
+from pretrain.convert.self_check import self_check
 from pretrain.model import build
 from pretrain.parallel.pieces import pieces
 
@@ -80,6 +83,20 @@ def test_export_again_gives_the_same_bytes_and_replaces_only_exports(
     assert {f.name: f.read_bytes() for f in exported.iterdir()} == before
 
 
+def test_one_export_or_import_at_a_time_into_a_place(
+    tmp_path: Path, run_folder: Path, hf_folder: Path
+) -> None:
+    with folder_beside(tmp_path / "out"):
+        with pytest.raises(UserError, match="another making of out is running"):
+            export(run_folder, tmp_path / "out")
+        with pytest.raises(UserError, match="another making of out is running"):
+            import_model(hf_folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    out = export(run_folder, tmp_path / "out")
+    assert not [p for p in tmp_path.rglob(".*") if p.name == LOCK or p.name == ".out.new"]
+    assert "model.safetensors" in {p.name for p in out.iterdir()}
+
+
 def test_export_from_step_train_and_work_folder_are_one(tmp_path: Path, run_folder: Path) -> None:
     step = run_folder / "train/checkpoints/step-00000000"
     hashes = {
@@ -116,6 +133,33 @@ def test_self_check_finds_a_changed_weight(exported: Path, run_folder: Path, edi
     edit_weights(exported, lambda t: t.pop(name))
     with pytest.raises(UserError, match="missing_keys"):
         self_check(exported, model)
+
+
+def test_weights_that_blow_roundings_up_are_exported_and_still_checked(
+    tmp_path: Path, vocab_txt: Path, edit_weights
+) -> None:
+    """As a training that diverged leaves them: the two implementations round apart by 3e-3 here."""
+    from transformers import BertConfig, BertForPreTraining
+
+    config = BertConfig(
+        vocab_size=27, hidden_size=256, num_hidden_layers=6, num_attention_heads=4,
+        intermediate_size=1024, max_position_embeddings=64,
+    )  # fmt: skip
+    torch.manual_seed(3)
+    model = BertForPreTraining(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 2)
+    model.save_pretrained(tmp_path / "hf")
+    (tmp_path / "hf" / "vocab.txt").write_bytes(vocab_txt.read_bytes())
+    run = import_model(tmp_path / "hf", tmp_path / "run")
+    out = export(run, tmp_path / "out")
+    opened = open_model(run)
+    ours = to_model(opened.config, opened.tensors)
+    name = "bert.encoder.layer.5.attention.self.value.weight"
+    edit_weights(out, lambda t: t[name].view(-1)[0:1].add_(1))
+    with pytest.raises(UserError, match="logits differ"):
+        self_check(out, ours)
 
 
 def test_b45_fused_rows_land_where_the_trainer_splits_them(

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from configs import UserError
+from configs.files import lock_folder
 from pretrain.downstream.finetune import main
 from pretrain.downstream.grid import KINDS, run_grid
 from pretrain.downstream.loading import load_for_task, load_tokenizer, weights_digest
@@ -71,6 +72,10 @@ def test_results_of_other_data_or_weights_are_not_mixed(tmp_path: Path, tiny_mod
     (tmp_path / "mine/notes.txt").write_text("keep")
     with pytest.raises(UserError, match="no fine-tuning folder"):
         run_grid(TASKS["classify"], QUICK, films(8), str(tiny_model), tmp_path / "mine")
+    assert [f.name for f in (tmp_path / "mine").iterdir()] == ["notes.txt"]
+    busy = pytest.raises(UserError, match="another fine-tuning is running")
+    with lock_folder(tmp_path / "busy", "fine-tuning"), busy:
+        run_grid(TASKS["classify"], QUICK, films(8), str(tiny_model), tmp_path / "busy")
 
 
 def copy_with(folder: Path, target: Path, change) -> Path:
