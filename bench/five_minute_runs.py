@@ -22,10 +22,10 @@ RECIPE = "five-minute"
 REPO = Path(__file__).resolve().parent.parent
 SIDES = ("ours", "rival")
 
+_BF16 = "train.precision=bf16"  # all runs of ours before the recipe took fp8
 # The short tries, with their whole schedule each (bench/RESULTS.md says what came of
 # them). They were made before the recipe had its shape, rows and start; `base` and `small` set
 # what they had.
-_BF16 = "train.precision=bf16"
 _THEN = [
     _BF16,
     "model.nsp_head=false",
@@ -52,8 +52,8 @@ TRIES: dict[str, dict[str, list[str]]] = {
         "small-lr-1e-3-batch-128": ["--shape=512x12", "--lr=1e-3", "--batch=128", "--dropout=0"],
     },
 }
-# Later tries. First of a minute or two: what pairs cost, other shapes and rates of the rival. Then of
-# the whole time; long: nearly full rows after the first 5,000 updates.
+# Later tries, of one minute to five (bench/RESULTS.md says which): what pairs cost, other rows,
+# other shapes and rates of the rival. long: nearly full rows after the first 5,000 updates.
 _SCHEDULE = "schedule: {kind: linear, lr: 4.0e-3, warmup: 0.06}"
 _LONG = [
     "shards.long={max_length: 128, objective: nsp, single_prob: 0.75, short_seq_prob: 0.1, "
@@ -85,8 +85,8 @@ TRIES_LATER: dict[str, dict[str, list[str]]] = {
         "512x5-lr-7e-4": ["--shape=512x5", "--lr=7e-4", "--batch=256", "--dropout=0"],
     },
 }
-# One change each of the finished recipe, in the whole time (the rates in fp8 in 160 s). Of these only
-# fp8 was taken over, for its speed.
+# One change each of the recipe as it was in bf16, in the whole time; the two without bf16 are rates of
+# the recipe in fp8, in 160 s. None was taken over: what came of them is fp8, for its speed.
 ABLATIONS: dict[str, list[str]] = {
     "bf16": [_BF16],
     "bf16-dropout": [_BF16, *_DROPOUT],
@@ -98,7 +98,7 @@ ABLATIONS: dict[str, list[str]] = {
     "lr-5.5e-3": ["phases.0.schedule.lr=5.5e-3"],
     "lr-7.5e-3": ["phases.0.schedule.lr=7.5e-3"],
 }
-# The runs of the full time: the recipe, and the rival's best settings.
+# The runs of the full time: the recipe, and the rival's settings with the best held-out loss and BLiMP.
 FINALS: dict[str, dict[str, list[str]]] = {
     "ours": {"ours-768x6": []},
     "rival": {

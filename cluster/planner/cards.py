@@ -1,7 +1,8 @@
 """Cards and networks in numbers, each with where it comes from.
 
 `measured` says whether a card's constants were fitted to runs of this trainer; the other cards take
-the H100's shares of their data sheets' figures and are marked as estimates in the output.
+the H100's shares of their data sheets' figures and are marked as estimates in the output. Copy
+engines were timed on H200s alone, whose links are the H100's.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from configs import UserError
 
 @dataclass(frozen=True)
 class CopyEngines:
-    """Of GPUs that reach each other's memory. rate: bytes/s that one sends to the others; wait_s: what an
-    exchange takes beside its bytes."""
+    """Of GPUs that reach each other's memory. rate: bytes/s that one sends to all the others; wait_s: what
+    a layer's exchanges take beside their bytes, forward or backward."""
 
     rate: float
     wait_s: float
