@@ -96,7 +96,8 @@ class ParallelConfig:
     # auto (lean, and DeepSpeed for zero_stage 2) | deepspeed | lean: both give the same losses
     engine: str = "auto"
     # Whether ranks share out the tokens between products. null: GPUs of one host that reach each
-    # other's memory do. true: others as well, by collectives, which is slower but takes less memory.
+    # other's memory do, but in fp8. true: others as well, by collectives, which is slower but takes
+    # less memory.
     sequence_parallel: bool | None = None
     # Token budget of one forward pass on one GPU (packed). 0 = the largest that fits.
     micro_batch_tokens: int = 8192
@@ -117,8 +118,8 @@ class OptimizerConfig:
     max_grad_norm: float = 1.0  # 0 = off
     trust_ratio_min: float = 0.0
     trust_ratio_max: float = 0.0  # 0 = no ceiling
-    # Bias and LayerNorm are never decayed. Off, they take a plain Adam step too, without trust ratio, as in
-    # the paper's code and in apex without use_nvlamb; on, a bias that starts at 0 hardly leaves it.
+    # Bias and LayerNorm are never decayed. Off: they take a plain Adam step, without trust ratio, as in
+    # the paper's code and in apex without use_nvlamb. On: a bias that starts at 0 hardly leaves it.
     adapt_bias_and_norm: bool = True
 
 
