@@ -53,7 +53,8 @@ def main(argv: Sequence[str]) -> int:
 
     table = run_grid(task, settings, splits, model, out, layers, not options.no_model)
     print(as_markdown(task, table), end="")
-    say(f"table, results.json, predictions and the best model are in {out}")
+    best = " and the best model" if (out / "best").is_dir() else ""
+    say(f"table, results.json, predictions{best} are in {out}")
     return 0
 
 
@@ -95,7 +96,7 @@ def _settings(task: Task, options: Any) -> Settings:
 
 def _numbers(kind: type) -> Any:
     def parse(text: str) -> tuple[Any, ...]:
-        return tuple(kind(part) for part in text.split(",") if part)
+        return tuple(dict.fromkeys(kind(part) for part in text.split(",") if part))
 
     parse.__name__ = f"comma-separated {kind.__name__}"
     return parse

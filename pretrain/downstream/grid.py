@@ -11,6 +11,8 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+import numpy as np
+
 from configs import UserError, make_folder, say
 from configs.files import LOCK, lock_folder, publish_text, read_json
 from pretrain.downstream import metrics
@@ -65,14 +67,17 @@ def run_grid(
                 trainer, result = _train_one(
                     kind, model, splits, features, folder, lr, seed, layers
                 )
-                if save_best and result[task.metrics[0]] > best_seen:
+                if save_best and not result["diverged"] and result[task.metrics[0]] > best_seen:
                     _save_best(trainer, tokenizer, out / "best")
                 publish_text(done, json.dumps(result, indent=2))
             result = read_json(done, "remove it, and this rate and seed are trained again")
-            best_seen = max(best_seen, result[task.metrics[0]])
+            diverged = result.get("diverged", False)
+            if not diverged:
+                best_seen = max(best_seen, result[task.metrics[0]])
             results.append(result)
             scores = ", ".join(f"{name} {result[name]:.2f}" for name in task.metrics)
-            say(f"{task.name} lr {lr:g} seed {seed}: {scores} ({result['seconds']:.0f} s)")
+            note = ": DIVERGED, its model answers NaN" if diverged else ""
+            say(f"{task.name} lr {lr:g} seed {seed}: {scores} ({result['seconds']:.0f} s){note}")
         table = summarise(task, results)
         publish_text(out / "results.json", json.dumps(table, indent=2))
         (out / "table.md").write_text(as_markdown(task, table), encoding="utf-8")
@@ -80,15 +85,17 @@ def run_grid(
 
 
 def summarise(task: Task, results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Mean and spread (sample standard deviation) over seeds for every lr; `best` by the mean."""
+    """Mean and spread (sample standard deviation) over seeds for every lr; `best` by the mean, among
+    the rates at which the fewest seeds diverged."""
     rows = []
     for lr in dict.fromkeys(result["lr"] for result in results):
         of_lr = [result for result in results if result["lr"] == lr]
-        row: dict[str, Any] = {"lr": lr, "seeds": len(of_lr)}
+        diverged = sum(result.get("diverged", False) for result in of_lr)
+        row: dict[str, Any] = {"lr": lr, "seeds": len(of_lr), "diverged": diverged}
         for name in task.metrics:
             row[name], row[f"{name}_spread"] = metrics.mean_and_spread([r[name] for r in of_lr])
         rows.append(row)
-    best = max(rows, key=lambda row: row[task.metrics[0]])
+    best = max(rows, key=lambda row: (-row["diverged"], row[task.metrics[0]]))
     return {"task": task.name, "metrics": list(task.metrics), "rows": rows, "best": best}
 
 
@@ -136,7 +143,7 @@ def _train_one(
         processing_class=kind.tokenizer,
     )
     trainer.train()
-    result: dict[str, Any] = {"task": kind.task.name, "lr": lr, "seed": seed}
+    result: dict[str, Any] = {"task": kind.task.name, "lr": lr, "seed": seed, "diverged": False}
     make_folder(folder)
     for split in [s for s in given if s != "train"]:
         # Labels stay at home: logits are scored here, with rows and windows put together again.
@@ -144,6 +151,10 @@ def _train_one(
             {**{k: v for k, v in f.items() if k != "labels"}, **kind.blind} for f in given[split]
         ]
         output = trainer.predict(blind)  # type: ignore[arg-type]
+        parts = (
+            output.predictions if isinstance(output.predictions, tuple) else [output.predictions]
+        )
+        result["diverged"] |= not all(np.isfinite(part).all() for part in parts)
         scores, predictions = kind.score(splits[split], features[split], output.predictions)
         result |= scores if split == "dev" else {f"{split}_{k}": v for k, v in scores.items()}
         _write_lines(folder / f"predictions-{split}.jsonl", predictions)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 Feature = dict[str, Any]
+LABELLED = ("train", "dev")  # a grid learns from the one and chooses by the other
 
 
 class Kind(ABC):
@@ -68,11 +70,16 @@ class Kind(ABC):
     ) -> tuple[dict[str, float], list[Any]]: ...
 
     def label_id(self, row: Row, where: str) -> int | None:
-        """The class id of a row, None where a test row has none; UserError outside the set."""
+        """The class id of a row, None where a test row has none; UserError outside the set.
+
+        A whole number is an id, as on the hub, where the task names the classes; where the training
+        file does, it is a name as any other.
+        """
         value = row[key] if (key := find(row, self.task.label)) else None
-        if value is None or value in ("", -1):
+        if value in (None, "") or value == -1 and "-1" not in self.labels:
             return None
-        if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(self.labels):
+        ids = range(len(self.task.labels))
+        if isinstance(value, int) and not isinstance(value, bool) and value in ids:
             return value
         if str(value) not in self.labels:
             raise UserError(
@@ -82,12 +89,14 @@ class Kind(ABC):
         return self.labels.index(str(value))
 
     def _texts(self, rows: list[Row], split: str) -> tuple[list[str], list[str] | None]:
-        first = [str(pick(row, self.task.first, split)) for row in rows]
-        if not self.task.second or (
-            self.task.name == "classify" and not find(rows[0], self.task.second)
-        ):
-            return first, None
-        return first, [str(pick(row, self.task.second, split)) for row in rows]
+        def texts(names: Sequence[str]) -> list[str]:
+            where = f"{self.task.name} {split}, example"
+            return [str(pick(row, names, f"{where} {n}")) for n, row in enumerate(rows, 1)]
+
+        second = self.task.second
+        if self.task.name == "classify" and not any(find(row, second) for row in rows):
+            second = ()
+        return texts(self.task.first), texts(second) if second else None
 
 
 class Classify(Kind):
@@ -103,9 +112,9 @@ class Classify(Kind):
             label = self.target(row, f"{self.task.name} {split}, example {number}")
             if label is not None:
                 feature["labels"] = label
-            elif split == "train":
+            elif split in LABELLED:
                 raise UserError(
-                    f"{self.task.name} train, example {number} has no label", "mend the row"
+                    f"{self.task.name} {split}, example {number} has no label", "mend the row"
                 )
         return features
 
@@ -137,9 +146,11 @@ class Regress(Classify):
         if key is None or row[key] in ("", None, -1):
             return None
         try:
-            return float(row[key])
-        except ValueError:
-            raise UserError(f"{where}: score {row[key]!r} is no number", "mend the row") from None
+            if math.isfinite(score := float(row[key])):
+                return score
+        except (TypeError, ValueError):
+            pass
+        raise UserError(f"{where}: score {row[key]!r} is no number", "mend the row")
 
     def score(
         self, rows: list[Row], features: list[Feature], logits: Any
@@ -247,7 +258,7 @@ class Choice(Kind):
             label = self.label_id(row, where)
             if label is not None:
                 feature["labels"] = label
-            elif split == "train":
+            elif split in LABELLED:
                 raise UserError(f"{where} has no label", "mend the row")
             features.append(feature)
         return features
@@ -267,10 +278,12 @@ def find(row: Row, names: Sequence[str]) -> str | None:
 
 
 def pick(row: Row, names: Sequence[str], where: str) -> Any:
-    """The value under the first of `names` that the row has; UserError otherwise."""
+    """The value under the first of `names` that the row has; UserError otherwise, or for null."""
     name = find(row, names)
     if name is None:
         raise UserError(
             f"{where}: none of the columns {', '.join(names)}", f"columns: {', '.join(row)}"
         )
+    if row[name] is None:
+        raise UserError(f"{where}: {name} is null", "mend the row")
     return row[name]

@@ -22,10 +22,10 @@ def classification(
 
 
 def correlation(gold: Sequence[float], predicted: Sequence[float]) -> dict[str, float]:
-    """Spearman and Pearson correlation x 100; 0 where the predictions are constant."""
+    """Spearman and Pearson correlation x 100; 0 where the predictions are constant or not finite."""
     from scipy.stats import pearsonr, spearmanr
 
-    if np.ptp(predicted) == 0 or np.ptp(gold) == 0:
+    if not np.isfinite(predicted).all() or np.ptp(predicted) == 0 or np.ptp(gold) == 0:
         return {"spearman": 0.0, "pearson": 0.0}
     return {
         "spearman": 100 * float(spearmanr(gold, predicted)[0]),

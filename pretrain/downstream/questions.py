@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from configs import say
+from configs import UserError, say
 from pretrain.downstream import metrics
-from pretrain.downstream.kinds import Feature, Kind, Row
+from pretrain.downstream.kinds import LABELLED, Feature, Kind, Row
 
 N_BEST, MAX_ANSWER = 20, 30  # of google-research/bert's run_squad.py
 
@@ -31,8 +31,17 @@ class Question(Kind):
 
     def encode(self, rows: list[Row], split: str) -> list[Feature]:
         """One feature a window; training keeps the windows' own label, [CLS] where none fits."""
+        if split in LABELLED and self.task.name != "squad-2":
+            unanswered = [row["id"] for row in rows if not row["answers"]]
+            if unanswered:
+                raise UserError(
+                    f"{self.task.name} {split}: {len(unanswered)} questions have no answer, first"
+                    f" {unanswered[0]}",
+                    "the task with unanswerable questions is squad-2",
+                )
         # A question cannot fill the window: it is cut at 64 pieces, as run_squad.py does.
-        questions = [self._cut(row["question"], 64) for row in rows]
+        most = min(64, self.settings.max_length // 2)
+        questions = [self._cut(row["question"], most) for row in rows]
         encoded = self.tokenizer(
             questions,
             [row["context"] for row in rows],

@@ -10,14 +10,16 @@ import csv
 import gzip
 import io
 import json
+import sys
+import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from configs import UserError, say
+from pretrain.downstream.kinds import Row, find, pick
 from pretrain.downstream.tasks import Task
 
-Row = dict[str, Any]
 _SUFFIXES = (".tsv", ".csv", ".jsonl", ".json", ".conll", ".txt", "")
 
 
@@ -28,7 +30,7 @@ def read_text(file: Path) -> str:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"{file}: byte {error.start} is not UTF-8", "re-encode the file") from None
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{file}: {error}", "check the path, or copy the file again") from None
 
 
@@ -76,13 +78,17 @@ def read_glue_tsv(file: Path, task: Task, skip_bad: bool = False) -> list[Row]:
 
 
 def read_csv(file: Path) -> list[Row]:
-    """A quoted CSV (or TSV by suffix) with a header; UserError for broken quotes or ragged rows."""
+    """A quoted CSV (or TSV by suffix) with a header, blank lines aside; UserError for broken quotes or
+    ragged rows."""
     delimiter = "\t" if ".tsv" in file.suffixes else ","
+    csv.field_size_limit(sys.maxsize)  # a cell is a text of any length
     reader = csv.reader(io.StringIO(read_text(file), newline=""), delimiter=delimiter, strict=True)
     rows: list[Row] = []
     header: list[str] = []
     try:
         for cells in reader:
+            if not cells:
+                continue
             if not header:
                 header = cells
             elif len(cells) != len(header):
@@ -172,7 +178,23 @@ def to_iob2(tags: list[str], where: str) -> list[str]:
     return result
 
 
-def read_squad(file: Path, train: bool) -> list[Row]:
+def check_tags(rows: list[Row], task: Task, origin: str) -> None:
+    """Every word has its tag, and the tags become IOB2; UserError names the sentence."""
+    for number, row in enumerate(rows, 1):
+        where = f"{origin}, sentence {number}"
+        words, tags = pick(row, task.first, where), pick(row, task.label, where)
+        for values in (words, tags):
+            if not isinstance(values, list) or not all(isinstance(v, str) for v in values):
+                raise UserError(
+                    f"{where}: {values!r:.60} is no list of texts",
+                    'expected {"tokens": ["in", "Bonn"], "tags": ["O", "B-LOC"]}',
+                )
+        if len(words) != len(tags):
+            raise UserError(f"{where}: {len(words)} words, {len(tags)} tags", "mend the row")
+        row[str(find(row, task.label))] = to_iob2(tags, where)
+
+
+def read_squad(file: Path) -> list[Row]:
     """SQuAD 1.1 or 2.0 JSON as {"id", "context", "question", "answers": [(text, start)]}.
 
     Raises:
@@ -194,7 +216,7 @@ def read_squad(file: Path, train: bool) -> list[Row]:
             for paragraph in article["paragraphs"]
             for qa in paragraph["qas"]
         ]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"{file}: not SQuAD JSON ({error!r})", "expected data/paragraphs/qas"
         ) from None
@@ -254,18 +276,16 @@ def read_splits(
                 f"{data or task.name}: no {split} file" + (f" ({named})" if data else ""),
                 f"pass --{split} FILE",
             )
-    return {
-        split: read_file(file, task, skip_bad, split == "train") for split, file in found.items()
-    }
+    return {split: read_file(file, task, skip_bad) for split, file in found.items()}
 
 
-def read_file(file: Path, task: Task, skip_bad: bool = False, train: bool = False) -> list[Row]:
+def read_file(file: Path, task: Task, skip_bad: bool = False) -> list[Row]:
     """One local file by the task's kind and the file's suffix."""
     suffixes = [s for s in file.suffixes if s != ".gz"]
     suffix = suffixes[-1] if suffixes else ""
     readers: dict[str, Callable[[Path], list[Row]]] = {".jsonl": read_jsonl, ".csv": read_csv}
     if task.kind == "question":
-        rows = read_squad(file, train)
+        rows = read_squad(file)
     elif task.kind == "tag" and suffix not in readers:
         rows = read_conll(file)
     elif suffix in readers:
@@ -278,6 +298,8 @@ def read_file(file: Path, task: Task, skip_bad: bool = False, train: bool = Fals
         raise UserError(f"{file}: unknown kind of file", "expected .tsv, .csv or .jsonl")
     if not rows:
         raise UserError(f"{file}: holds no examples", "copy it again")
+    if task.kind == "tag":
+        check_tags(rows, task, str(file))
     return rows
 
 
@@ -319,6 +341,8 @@ def _read_hub(task: Task, data: str) -> dict[str, list[Row]]:
         if hub_split:
             table: Dataset = loaded[hub_split]
             splits[split] = [_plain(row, table.features) for row in table]
+            if task.kind == "tag":
+                check_tags(splits[split], task, f"{'/'.join(where)} {split}")
     return splits
 
 

@@ -7,8 +7,10 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from configs import UserError
 from configs.files import lock_folder
@@ -249,7 +251,82 @@ def test_labels_outside_the_set_are_named(tokenizer) -> None:
         encode("sts-b", [{"sentence1": "a", "sentence2": "b", "score": "high"}])
     with pytest.raises(UserError, match="none of the columns sentence2"):
         encode("rte", [{"sentence1": "a", "label": "entailment"}])
-    assert "labels" not in encode("sst-2", [{"sentence": "a", "label": -1}])[0]
+
+
+def test_whole_numbers_are_names_where_the_training_file_defines_the_classes(tokenizer) -> None:
+    """Stars of 1 to 12, -1 among them: no class is another's id, and predictions have their names."""
+    stars = [-1, 1, 2, 5, 10, 12]
+    rows = [{"text": "a", "label": star} for star in stars]
+    kind = KINDS["classify"](TASKS["classify"], QUICK, tokenizer)
+    kind.learn_labels(rows, "train")
+    ids = [feature["labels"] for feature in kind.encode(rows, "train")]
+    assert [kind.labels[i] for i in ids] == [str(star) for star in stars]
+    scores, predicted = kind.score(rows, kind.encode(rows, "dev"), np.eye(len(stars))[ids])
+    assert scores == {"accuracy": 100} and predicted == [str(star) for star in stars]
+    # The hub's ids, where the task names the classes.
+    rte = KINDS["classify"](TASKS["rte"], QUICK, tokenizer)
+    row = {"sentence1": "a", "sentence2": "b", "label": 1}
+    assert rte.labels[rte.encode([row], "dev")[0]["labels"]] == "not_entailment"
+
+
+@pytest.mark.parametrize("split", ["train", "dev"])
+@pytest.mark.parametrize(
+    ("task", "row"),
+    [
+        ("classify", {"text": "a"}),
+        ("sst-2", {"sentence": "a"}),
+        ("sts-b", {"sentence1": "a", "sentence2": "b"}),
+        ("swag", {"sent1": "a", "sent2": "b", **{f"ending{i}": "c" for i in range(4)}}),
+    ],
+)
+def test_rows_that_choose_or_train_a_model_have_labels(tokenizer, task, row, split) -> None:
+    """Before the training, not after it."""
+    kind = KINDS[TASKS[task].kind](TASKS[task], QUICK, tokenizer)
+    kind.labels = kind.labels or ["0", "1"]
+    for absent in (row, *({**row, "label": none} for none in (None, "", -1))):
+        rows = [{**row, "label": 1}, absent]
+        with pytest.raises(UserError, match=f"{task} {split}, example 2 has no label"):
+            kind.encode(rows, split)
+        assert [f.get("labels") for f in kind.encode(rows, "test")] == [1, None]
+    if task == "sts-b":
+        for score in ("nan", float("inf"), [1]):
+            with pytest.raises(UserError, match="is no number"):
+                kind.encode([{**row, "label": score}], split)
+
+
+def test_null_is_no_text(tokenizer) -> None:
+    kind = KINDS["classify"](TASKS["classify"], QUICK, tokenizer)
+    kind.labels = ["0", "1"]
+    good = {"text": "a", "label": 1}
+    with pytest.raises(UserError, match="classify train, example 2: text is null"):
+        kind.encode([good, {"text": None, "label": 1}], "train")
+    with pytest.raises(UserError, match="classify train, example 1: none of the columns text_pair"):
+        kind.encode([good, {"text": "a", "text_pair": "b", "label": 1}], "train")
+
+
+def test_a_rate_that_diverges_is_said_to_and_is_never_the_best(
+    tmp_path: Path, tiny_model: Path, capsys
+) -> None:
+    settings = replace(QUICK, lrs=(1e30, 1e-6), epochs=4)
+    for name, split in (("classify", films(8)), ("sts-b", scored_pairs(8))):
+        out = tmp_path / name
+        for _ in range(2):  # the second time from its results
+            table = run_grid(TASKS[name], settings, split, str(tiny_model), out)
+            assert [row["diverged"] for row in table["rows"]] == [1, 0]
+            assert table["best"]["lr"] == 1e-6
+            said = capsys.readouterr().out
+            assert said.count("DIVERGED") == 1 and f"{name} lr 1e+30 seed 1: " in said
+        json.loads((out / "results.json").read_text(), parse_constant=pytest.fail)
+        kept = torch.cat([t.flatten() for t in load_file(out / "best/model.safetensors").values()])
+        assert kept.isfinite().all()
+
+
+def scored_pairs(count: int) -> dict[str, list[dict]]:
+    rows = [
+        {"sentence1": "a cat sat", "sentence2": f"dog {'not ' * (i % 4)}sat", "score": i % 4}
+        for i in range(count)
+    ]
+    return {"train": rows, "dev": rows}
 
 
 def test_published_settings_are_the_defaults() -> None:

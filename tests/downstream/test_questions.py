@@ -6,7 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 
+from configs import UserError
 from pretrain.downstream.questions import Question, best_span
 from pretrain.downstream.readers import read_squad
 from pretrain.downstream.tasks import TASKS
@@ -39,7 +41,7 @@ def test_every_answer_of_xquad_comes_back_through_windows(real_data: Path) -> No
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(folder)
-    rows = read_squad(real_data / "downstream/xquad/xquad.en.json.gz", True)[::6]
+    rows = read_squad(real_data / "downstream/xquad/xquad.en.json.gz")[::6]
     kind, features = encode(tokenizer, rows, max_length=96, doc_stride=24)
     assert len(features) > 2 * len(rows)
     assert max(len(f["input_ids"]) for f in features) <= 96
@@ -68,6 +70,24 @@ def test_no_answer_wins_where_its_score_says_so(tokenizer) -> None:
     assert np.isfinite(scores["null_threshold"])
 
 
+def test_unanswerable_questions_are_no_task_of_squad_1(tokenizer) -> None:
+    """They would count as wrong whatever the model says."""
+    row = {"id": "7", "context": "the dog sat", "question": "where", "answers": []}
+    kind = Question(TASKS["squad"], TASKS["squad"].settings, tokenizer)
+    for split in ("train", "dev"):
+        with pytest.raises(UserError, match=f"squad {split}: 1 questions have no answer, first 7"):
+            kind.encode([row], split)
+    assert kind.encode([row], "test")
+
+
+@pytest.mark.parametrize("length", [8, 12, 62, 64, 70])
+def test_a_question_longer_than_the_window_leaves_room_for_the_context(tokenizer, length) -> None:
+    row = {"id": "1", "context": "the cat sat", "question": "who " * 200, "answers": [("cat", 4)]}
+    _, features = encode(tokenizer, [row], max_length=length)
+    assert any(feature["start_positions"] for feature in features)
+    assert max(len(feature["input_ids"]) for feature in features) <= length
+
+
 def test_best_span_stays_in_the_context_and_is_not_backward() -> None:
     offsets = [None, None, (0, 3), (4, 7), (8, 11)]
     start, end = np.array([9, 9, 1, 5, 0.0]), np.array([9, 9, 6, 1, 2.0])
@@ -85,7 +105,7 @@ def test_best_span_stays_in_the_context_and_is_not_backward() -> None:
 
 
 def test_a_long_question_leaves_room_for_the_context(tokenizer) -> None:
-    rows = [{"id": "1", "context": "dog " * 50, "question": "who " * 300, "answers": []}]
+    rows = [{"id": "1", "context": "dog " * 50, "question": "who " * 300, "answers": [("dog", 0)]}]
     _, features = encode(tokenizer, rows, max_length=100)
     assert all(len(f["input_ids"]) <= 100 for f in features)
     seen = {o for f in features for o in f["offsets"] if o}

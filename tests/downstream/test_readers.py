@@ -125,6 +125,38 @@ def test_own_files_that_are_broken_are_named(tmp_path: Path, name: str) -> None:
         read_file(tmp_path / file_name, TASKS["classify"])
 
 
+def test_csv_with_blank_lines_bom_and_texts_of_any_length(tmp_path: Path) -> None:
+    long = "a good film " * 20_000
+    text = f'\ufefftext,label\r\n\r\n"{long}",1\r\n"b ""c""",0\r\n\r\n'
+    (tmp_path / "a.csv").write_text(text, encoding="utf-8", newline="")
+    assert read_csv(tmp_path / "a.csv") == [
+        {"text": long, "label": "1"},
+        {"text": 'b "c"', "label": "0"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "tags", "message"),
+    [
+        (["a", "b"], ["O"], "sentence 2: 2 words, 1 tags"),
+        (["a", "b"], [0, 1], "no list of texts"),
+        ("a b", ["O", "O"], "no list of texts"),
+        (["a", "b"], None, "tags is null"),
+        (["a", "b"], ["O", "PER"], "tag 'PER'"),
+    ],
+)
+def test_jsonl_tags_are_checked_as_those_of_conll_files(
+    tmp_path: Path, tokens, tags, message: str
+) -> None:
+    good = {"tokens": ["a", "b"], "tags": ["I-PER", "I-PER"]}
+    file = tmp_path / "a.jsonl"
+    file.write_text(json.dumps(good))
+    assert read_file(file, TASKS["ner"])[0]["tags"] == ["B-PER", "I-PER"]
+    file.write_text("\n".join(map(json.dumps, (good, {"tokens": tokens, "tags": tags}))))
+    with pytest.raises(UserError, match=message):
+        read_file(file, TASKS["ner"])
+
+
 def test_bytes_that_are_not_utf8_are_named(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "\xe9"}\n')
     with pytest.raises(UserError, match="byte 10 is not UTF-8"):
@@ -195,18 +227,21 @@ def test_an_answer_that_is_not_in_its_context_is_named(tmp_path: Path) -> None:
     file = tmp_path / "dev.json"
     file.write_text(squad_json("the cat sat", "cat", 5))
     with pytest.raises(UserError, match="question q1: answer 'cat' is not in the context at 5"):
-        read_squad(file, False)
+        read_squad(file)
+    file.write_text(squad_json("the cat sat", "cat", 4).replace('"who?"', "null"))
+    with pytest.raises(UserError, match="not SQuAD JSON"):
+        read_squad(file)
     file.write_text('{"data": [{"paragraphs": [{}]}]}')
     with pytest.raises(UserError, match="not SQuAD JSON"):
-        read_squad(file, False)
+        read_squad(file)
 
 
 def test_squad_files(real_data: Path) -> None:
     folder = real_data / "downstream"
-    rows = read_squad(folder / "squad/squad-v2.0-dev-fragment.json.gz", False)
+    rows = read_squad(folder / "squad/squad-v2.0-dev-fragment.json.gz")
     assert len(rows) == 1407 and sum(not row["answers"] for row in rows) == 702
     for language in ("en", "de", "zh", "ar"):
-        assert len(read_squad(folder / f"xquad/xquad.{language}.json.gz", False)) == 1190
+        assert len(read_squad(folder / f"xquad/xquad.{language}.json.gz")) == 1190
 
 
 def test_polarity_splits_hold_every_snippet_once(real_data: Path) -> None:
