@@ -10,7 +10,7 @@ from bench.five_minute_finetune import LONG, LONG_EPOCHS, TASKS, collect
 from bench.five_minute_runs import SIDES
 from configs.log import read_log
 from pretrain.checkpoint.folder import checkpoints, read_meta
-from pretrain.optim.budget import FREE_UPDATES
+from pretrain.optim.budget import CLOCK_STARTS, FREE_UPDATES
 
 
 def write_report(work: Path) -> str:
@@ -97,23 +97,22 @@ def describe(work: Path, name: str) -> dict[str, str]:
     _, kept = checkpoints(work / name / "train")[-1]
     checkpoint = read_meta(kept)
     model, seconds = checkpoint["model"], checkpoint["state"]["spent_s"]
-    updates = [r for r in records if r["kind"] == "train"]
     before = next(r["time"] for r in records if r["kind"] == "eval" and r["step"] == 0)
-    free = next((r["time"] for r in updates if r["step"] == FREE_UPDATES), before)
-    last, trained, before_phase = updates[-1], 0.0, 0
+    free = next((r["time"] for r in records if r.get("text") == CLOCK_STARTS), before)
+    updates, trained, before_phase = checkpoint["step"], 0.0, 0
     for phase in recipe["phases"]:
         index = _json(work / "shards" / phase["shards"] / "index.json")
-        of_phase = min(phase["steps"], last["step"] - before_phase)
+        of_phase = min(phase["steps"], updates - before_phase)
         trained += of_phase * phase["global_batch"] * index["tokens"] / index["rows"]
         before_phase += of_phase
-    timed = 1 - min(1.0, FREE_UPDATES / last["step"])
+    timed = 1 - min(1.0, FREE_UPDATES / updates)
     settings = (
         f"{phase['global_batch']}, LAMB {phase['schedule']['lr']:g}, "
         f"{recipe['masking']['probability']:g}, dropout {recipe['model']['hidden_dropout']:g}"
     )
     return _cells(
         f"{model['hidden_size']}x{model['num_layers']}", settings,
-        trained * timed, last["step"], seconds, free - before,
+        trained * timed, updates, seconds, free - before,
     )  # fmt: skip
 
 

@@ -33,7 +33,7 @@ after a signal (run it again), 76 diverged, 77 a process was lost (run it again)
 
 
 def main(argv: list[str]) -> int:
-    if not argv or argv[0] in ("-h", "--help"):
+    if not argv or {"-h", "--help"} & set(argv):
         print(HELP)
         return 0 if argv else 2
     from cluster.environment import distributed_environment

@@ -17,7 +17,7 @@ from pretrain.checkpoint.folder import folder_of
 from pretrain.checks import Plan
 from pretrain.data.batches import Batches, GlobalBatch
 from pretrain.guard import LossGuard, StopSignals, TrainingStopped
-from pretrain.optim.budget import TimeBudget
+from pretrain.optim.budget import CLOCK_STARTS, TimeBudget
 from pretrain.optim.lamb import Update
 from pretrain.optim.schedule import lr_at
 from pretrain.starting import Run, begin
@@ -145,7 +145,8 @@ class Trainer:
         if run.telemetry.wants(run.step):
             values |= self.figures(result, lr)
         seconds = time.monotonic() - start
-        self.budget.add(seconds)
+        if self.budget.add(seconds):
+            run.telemetry.event(run.step, CLOCK_STARTS)
         run.telemetry.update(run.step, values, batch, seconds, batches.waited())
 
     def figures(self, result: Update, lr: float) -> dict[str, float]:

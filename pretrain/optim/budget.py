@@ -10,6 +10,7 @@ over all the minutes: equal schedules are one curve that the phases share.
 from __future__ import annotations
 
 FREE_UPDATES = 10
+CLOCK_STARTS = "the clock starts"  # an event of the log, at the end of the free updates
 
 
 class TimeBudget:
@@ -27,11 +28,13 @@ class TimeBudget:
         self.clock = self.spent = spent
         self._updates = 0
 
-    def add(self, seconds: float) -> None:
-        """Counts one finished update; the free ones count nothing."""
+    def add(self, seconds: float) -> bool:
+        """Counts one finished update; the free ones count nothing. True for the last free one of a
+        limited training: the clock starts."""
         self._updates += 1
         if self._updates > FREE_UPDATES:
             self.clock += seconds
+        return self.seconds > 0 and self._updates == FREE_UPDATES
 
     def position(self, update: int, steps: int) -> float:
         """Where the schedule of a phase of so many steps stands at its `update` (from 1): in

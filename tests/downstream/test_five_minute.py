@@ -17,19 +17,22 @@ import torch
 from bench import five_minute_finetune as tuning
 from bench import five_minute_rival as rival
 from bench.five_minute_finetune import TASKS, collect, score_of
-from bench.five_minute_report import write_report
+from bench.five_minute_report import describe, write_report
 from bench.five_minute_runs import ABLATIONS, FINALS, SIDES, TRIES, TRIES_LATER, Workplace
 from configs import UserError, load_recipe
+from configs.log import read_log
 from configs.model import ModelConfig, resolve_model
 from configs.objectives import check_objective
 from data_prep.settings import check_recipe
 from data_prep.shards import open_shards
+from pretrain.checkpoint.folder import checkpoints
 from pretrain.evaluation import unigram
 from pretrain.model import build
 from pretrain.model.init import start_at_sinusoids, start_at_unigram
-from pretrain.optim.budget import FREE_UPDATES, TimeBudget
+from pretrain.optim.budget import CLOCK_STARTS, FREE_UPDATES, TimeBudget
 from pretrain.optim.schedule import lr_at
 from tests.synthetic import make_shards
+from tests.trainer.runs import make_run, output, train
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +52,8 @@ def test_budget_stretches_the_schedule_over_the_time() -> None:
     phase = load_recipe("five-minute").phases[0]
     budget = TimeBudget(5)
     for _ in range(FREE_UPDATES):
-        budget.add(60.0)  # they compile
-    assert budget.clock == 0
+        started = budget.add(60.0)  # they compile
+    assert budget.clock == 0 and started
     rates = []
     while not budget.over:
         budget.add(1.5)
@@ -243,6 +246,18 @@ def test_order_of_the_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     long = [("a", "sts-b-long", s) for s in (1, 2)]
     assert order == [*own, long[0], *drawn, long[1], *drawn_later]
     assert {r for _, t, r, s in done if t == "sts-b-long" or (t == "sts-b" and s > 1)} == {2e-4}
+
+
+def test_a_run_by_the_clock_is_described_to_its_last_update(tmp_path: Path) -> None:
+    """Also those behind the last one that was logged; what the first updates took is told apart."""
+    run = make_run(tmp_path / "ours")
+    assert train(run, "train.max_minutes=0.005", "train.log_every=50") == [0], output(run)
+    (tmp_path / "shards").symlink_to(run / "shards")
+    cells, updates = describe(tmp_path, "ours"), checkpoints(run / "train")[-1][0]
+    assert updates > FREE_UPDATES and cells["updates"] == str(updates)
+    assert 0 < float(cells["apart"]) < 600
+    starts = [r["step"] for r in read_log(run / "train/log.jsonl") if r.get("text") == CLOCK_STARTS]
+    assert starts == [FREE_UPDATES]
 
 
 @pytest.mark.parametrize("there", [[], ["rival"], ["ours", "rival"]])

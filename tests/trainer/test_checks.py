@@ -248,9 +248,10 @@ def test_a_port_in_use_is_told_without_a_stack_trace(run):
     assert "Traceback" not in done.stderr
 
 
-def test_help_says_how_to_start():
+@pytest.mark.parametrize("before", [[], ["demo", "parallel.tp=2"]])
+def test_help_says_how_to_start(before):
     done = subprocess.run(
-        [sys.executable, "-m", "pretrain", "train", "--help"],
+        [sys.executable, "-m", "pretrain", "train", *before, "--help"],
         cwd=REPO,
         env=environment(),
         capture_output=True,
