@@ -2,7 +2,7 @@
 
 `measured` says whether runs of this trainer bear a card's constants out (bench/results/measured.jsonl);
 the other cards take the H100's shares of their data sheets' figures and are marked as estimates in the
-output.
+output. Copy engines were timed on H200s alone, whose links are the H100's.
 """
 
 from __future__ import annotations
