@@ -66,20 +66,31 @@ def lock_folder(
 
 @contextmanager
 def folder_beside(out: Path) -> Iterator[Path]:
-    """An empty folder in which to make what `out` shall be; whoever fills it renames it. One process at
-    a time for that place; what an earlier one left half done is thrown away.
+    """An empty folder in which to make what `out` shall be. It takes the place of `out`, or of what
+    that links to, when the block has ended well. One process at a time for that place; what an
+    earlier one left half done is thrown away.
 
     Raises:
-        UserError: another process is at it, or the folder cannot be made.
+        UserError: another process is at it, the folder cannot be made, or `out` cannot be replaced.
     """
-    fresh = out.with_name(f".{out.name}.new")
+    out = out.resolve()
+    if out.is_mount():
+        raise UserError(
+            f"{out}: a mount point, which is replaced by nothing", "name a folder in it"
+        )
+    fresh, old = (out.with_name(f".{out.name}.{age}") for age in ("new", "old"))
     with lock_folder(fresh, f"making of {out.name}", "name another folder"):
-        for old in fresh.iterdir():
-            if old.is_dir() and not old.is_symlink():
-                shutil.rmtree(old)
-            elif old.name != LOCK:
-                old.unlink()
+        for left in fresh.iterdir():
+            if left.is_dir() and not left.is_symlink():
+                shutil.rmtree(left)
+            elif left.name != LOCK:
+                left.unlink()
         yield fresh
+        if out.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            out.rename(old)
+        fresh.rename(out)
+        shutil.rmtree(old, ignore_errors=True)
         (out / LOCK).unlink(missing_ok=True)
 
 

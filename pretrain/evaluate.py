@@ -94,10 +94,19 @@ def evaluate(
     from pretrain.convert.opening import open_model
     from pretrain.kernels import select
 
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    gpu = torch.cuda.is_available()
+    if device == "cuda" and not gpu:
+        raise UserError("--device cuda: torch finds no GPU here", "leave it out, or say cpu")
+    device = device or ("cuda" if gpu else "cpu")
     opened = open_model(path)
     if held_out is not None:
         check_tokenizer(opened.tokenizer, held_out)
+        positions = opened.config.max_position_embeddings
+        if (longest := int(held_out.lengths.max(initial=0))) > positions:
+            raise UserError(
+                f"{held_out.folder}: rows of up to {longest} tokens, {path} has {positions} positions",
+                "score on a shard set of shorter rows",
+            )
     tokenizer = AutoTokenizer.from_pretrained(opened.tokenizer, use_fast=True)
     model = to_model(opened.config, opened.tensors, select("auto", device)).to(device)
     if device == "cuda":

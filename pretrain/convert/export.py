@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 from collections.abc import Sequence
+from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from configs import UserError, say
-from configs.files import folder_beside, named
+from configs.files import LOCK, folder_beside, named
 from configs.log import LOG
 from configs.model import ModelConfig
 from pretrain.convert.card import commit, last_scores, model_card
 from pretrain.convert.hf import SHARD_BYTES, config_to_hf, sync_folder, write_weights
 from pretrain.convert.opening import Opened, open_model
-from pretrain.convert.vocabulary import tokenizer_size, write_folder
+from pretrain.convert.vocabulary import TOKENIZER_FILES, tokenizer_size, write_folder
 
 if TYPE_CHECKING:
     from pretrain.model import BertForPreTraining
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 PROVENANCE = "lambert.json"
+_WRITTEN = (PROVENANCE, "README.md", "config.json", "model*.safetensors*", *TOKENIZER_FILES, LOCK)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -50,7 +52,7 @@ def export(
     """Writes `out` with weights, config, fast tokenizer and model card, and compares it by reloading.
 
     A checkpoint of any tp, ZeRO stage and precision gives the same folder; no GPU is needed. An
-    older export in `out` is replaced at the very end; any other folder is refused.
+    older export in `out` is replaced at the very end; a folder that holds anything else is refused.
 
     Args:
         dtype: fp32 | bf16, of the weights on disk. vocab: tokenizer folder, None = the run's.
@@ -60,8 +62,7 @@ def export(
         UserError: no or damaged checkpoint, tokenizer of another size, `out` is something else,
             or the reloaded model computes something else than the trained one.
     """
-    if out.exists() and any(out.iterdir()) and not (out / PROVENANCE).is_file():
-        raise UserError(f"{out}: exists and is no earlier export", "name another folder")
+    _refuse_others(out)
     opened = open_model(run, vocab)
     entries = tokenizer_size(opened.tokenizer)
     if entries != opened.config.vocab_size:
@@ -81,11 +82,22 @@ def export(
         difference = self_check(fresh, model)
         del model
         sync_folder(fresh)
-        if out.exists():
-            shutil.rmtree(out)
-        fresh.rename(out)
+        _refuse_others(out)
     say(f"{out}: update {meta.get('step', 0)}, {dtype}; logits differ by {difference:.1e} at most")
     return out
+
+
+def _refuse_others(out: Path) -> None:
+    """`out` is to be replaced: it may hold nothing but an earlier export."""
+    names = {path.name for path in out.iterdir()} if out.exists() else set()
+    if names and PROVENANCE not in names:
+        raise UserError(f"{out}: exists and is no earlier export", "name another folder")
+    others = sorted(name for name in names if not any(map(partial(fnmatch, name), _WRITTEN)))
+    if others:
+        raise UserError(
+            f"{out}: holds {others[0]} besides an earlier export, which would be lost",
+            "move it elsewhere, or name another folder",
+        )
 
 
 def _write_weights(fresh: Path, opened: Opened, dtype: str, shard_bytes: int) -> BertForPreTraining:

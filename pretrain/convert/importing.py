@@ -64,8 +64,7 @@ def import_model(
         save_logical(fresh / "train", tensors, meta)
         sync_folder(fresh)
         if out.exists():
-            out.rmdir()
-        fresh.rename(out)
+            out.resolve().rmdir()  # empty still, or it stays
     for reason in dict.fromkeys(model.dropped.values()):
         names = [name for name, why in model.dropped.items() if why == reason]
         say(f"left out {len(names)} ({names[0]}{', ...' if len(names) > 1 else ''}): {reason}")

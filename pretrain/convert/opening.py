@@ -86,8 +86,12 @@ def check_complete(config: ModelConfig, tensors: Mapping[str, torch.Tensor], fol
 
 
 def find_vocab(folder: Path, meta: Mapping[str, Any]) -> Path:
-    """The run's vocab/ folder: above the checkpoint, else in the recipe's work_dir."""
-    places = [parent / "vocab" for parent in folder.resolve().parents[:3]]
+    """The run's vocab/ folder: above the checkpoint, else in the recipe's work_dir.
+
+    Above is where its path says and, where parts of that are links, where it really lies.
+    """
+    above = [*folder.absolute().parents[:3], *folder.resolve().parents[:3]]
+    places = [parent / "vocab" for parent in above]
     work_dir = (meta.get("recipe") or {}).get("work_dir")
     if work_dir:
         places.append(Path(work_dir) / "vocab")

@@ -25,7 +25,8 @@ def self_check(folder: Path, model: BertForPreTraining) -> float:
         The largest difference.
 
     Raises:
-        UserError: missing or unexpected keys, a size that differs, or logits that do.
+        UserError: missing or unexpected keys, a size that differs, or logits that do; the model itself
+            computes NaN.
     """
     from transformers import AutoModelForMaskedLM, AutoModelForPreTraining, AutoTokenizer
     from transformers.utils import logging
@@ -58,6 +59,11 @@ def self_check(folder: Path, model: BertForPreTraining) -> float:
         theirs = [given.prediction_logits if config.nsp_head else given[0]]
         theirs += [given.seq_relationship_logits] if config.nsp_head else []
         ours = _logits(model, micro)
+        if not all(logits.isfinite().all() for logits in ours):
+            raise UserError(
+                f"{folder}: the trained model's own logits are not finite; nothing was published",
+                "the training has diverged: name an older step-... folder of the run",
+            )
         differences = _differences(theirs, ours)
         allowed = [TOLERANCE * max(1.0, logits.abs().max().item()) for logits in ours]
         if any(not d <= a for d, a in zip(differences, allowed, strict=True)):

@@ -16,7 +16,12 @@ SPECIAL = {
     "sep_token": "[SEP]",
     "mask_token": "[MASK]",
 }
-_FILES = ("tokenizer.json", "vocab.txt", "tokenizer_config.json", "special_tokens_map.json")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "vocab.txt",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+)
 
 
 def read_vocab(file: Path) -> list[str]:
@@ -96,7 +101,7 @@ def write_folder(source: Path, folder: Path, lowercase: bool | None, max_length:
     make_folder(folder)
     vocab_file = source if source.is_file() else source / "vocab.txt"
     if source.is_dir() and (source / "tokenizer.json").is_file():
-        for name in _FILES:
+        for name in TOKENIZER_FILES:
             if (source / name).is_file():
                 shutil.copyfile(source / name, folder / name)
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -65,9 +66,12 @@ def _resolve(model: str, out: Path) -> str:
     if not folder.exists() or (folder / "config.json").is_file():
         return model
     from pretrain.convert.export import export
+    from pretrain.downstream.grid import GRID, lock
 
     # Always anew: an export left from another checkpoint would be scored in this one's name (B53).
-    exported = str(export(folder, out.with_name(out.name + "-model")))
+    # Not while a fine-tuning runs here, which loads that export for each of its rates and seeds.
+    with lock(out) if (out / GRID).is_file() else nullcontext():
+        exported = str(export(folder, out.with_name(out.name + "-model")))
     return RANDOM + exported if random else exported
 
 

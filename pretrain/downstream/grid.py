@@ -219,10 +219,15 @@ def _identity(
 def _claim(out: Path, identity: dict[str, Any]) -> TextIO:
     """`out` as this grid's own; other processes stay out of it until the file returned is closed."""
     _refuse_others(out, identity)
-    lock = lock_folder(out, "fine-tuning", "name another --out")
+    held = lock(out)
     _refuse_others(out, identity)  # who was faster may have left other results
     publish_text(out / GRID, json.dumps(identity, indent=2))
-    return lock
+    return held
+
+
+def lock(out: Path) -> TextIO:
+    """Keeps other fine-tunings out of `out` while the file returned is open; UserError for the second."""
+    return lock_folder(out, "fine-tuning", "name another --out")
 
 
 def _refuse_others(out: Path, identity: dict[str, Any]) -> None:
@@ -233,7 +238,8 @@ def _refuse_others(out: Path, identity: dict[str, Any]) -> None:
             raise UserError(
                 f"{out}: holds results with another {changed[0]}"
                 f" ({before.get(changed[0])!r}, now {identity[changed[0]]!r})",
-                "name another --out",
+                "name another --out"
+                + (", or the step-... folder they are of" if changed[0] == "weights" else ""),
             )
     elif out.exists() and any(path.name != LOCK for path in out.iterdir()):
         raise UserError(f"{out}: not empty and no fine-tuning folder", "name another --out")

@@ -43,6 +43,12 @@ def of_sentences(
             "the tokenizer has no mask token", "its tokenizer_config.json must name one"
         )
     encoded = [np.array(i) for i in tokenizer(sentences, return_attention_mask=False)["input_ids"]]
+    longest, positions = max(map(len, encoded)), model.config.max_position_embeddings
+    if longest > positions:
+        raise UserError(
+            f"a sentence of {longest} word pieces, the model has {positions} positions",
+            "score sentences that fit, or a model trained at a greater length",
+        )
     inside = []
     for ids in encoded:
         scored = np.zeros(len(ids), bool)

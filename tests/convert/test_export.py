@@ -91,10 +91,78 @@ def test_one_export_or_import_at_a_time_into_a_place(
             export(run_folder, tmp_path / "out")
         with pytest.raises(UserError, match="another making of out is running"):
             import_model(hf_folder, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+        assert not (tmp_path / "out").exists()
     out = export(run_folder, tmp_path / "out")
     assert not [p for p in tmp_path.rglob(".*") if p.name == LOCK or p.name == ".out.new"]
     assert "model.safetensors" in {p.name for p in out.iterdir()}
+
+
+def test_links_are_followed_and_stay(tmp_path: Path, run_folder: Path, hf_folder: Path) -> None:
+    """To a folder on another disk, say; also where that is still to be made."""
+    for make, source in ((export, run_folder), (import_model, hf_folder)):
+        place = tmp_path / make.__name__
+        (place / "disk" / "there").mkdir(parents=True)
+        for name in ("there", "absent"):
+            link = place / name
+            link.symlink_to(Path("disk") / name)
+            make(source, link)
+            assert link.is_symlink() and list(link.iterdir()), name
+        if make is export:
+            make(source, place / "there")  # over an earlier one
+        assert sorted(p.name for p in (place / "disk").iterdir()) == ["absent", "there"]
+
+
+def test_what_else_lies_in_an_earlier_export_is_not_lost(exported: Path, run_folder: Path) -> None:
+    for name in ("rte/table.md", "notes.txt", ".git/config"):
+        mine = exported / name
+        mine.parent.mkdir(exist_ok=True)
+        mine.write_text("mine")
+        with pytest.raises(UserError, match="besides an earlier export"):
+            export(run_folder, exported)
+        assert mine.read_text() == "mine"
+        mine.unlink()
+        if mine.parent != exported:
+            mine.parent.rmdir()
+    export(run_folder, exported, shard_bytes=4000)
+    assert len(list(exported.glob("model-*.safetensors"))) > 1
+    export(run_folder, exported)  # shards of the earlier one are no others
+    assert not list(exported.glob("model-*.safetensors"))
+
+
+@pytest.mark.parametrize("place", ["sync_folder", "self_check.self_check"])
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, OSError])
+def test_an_export_that_was_interrupted_leaves_the_earlier_one(
+    exported: Path, run_folder: Path, monkeypatch: pytest.MonkeyPatch, place: str, kind: type
+) -> None:
+    before = {f.name: f.read_bytes() for f in exported.iterdir()}
+
+    def stop(*_: object) -> None:
+        raise kind
+
+    where = "pretrain.convert." + (place if "." in place else f"export.{place}")
+    with monkeypatch.context() as patch, pytest.raises(kind):
+        patch.setattr(where, stop)
+        export(run_folder, exported)
+    assert {f.name: f.read_bytes() for f in exported.iterdir()} == before
+    export(run_folder, exported)
+    assert not [p for p in exported.parent.iterdir() if p.name.startswith(".out")]
+
+
+def test_a_run_whose_folders_are_links_finds_its_vocabulary(
+    tmp_path: Path, run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """train/ moved to a larger disk, a link left behind; and a link to the checkpoint itself."""
+    (tmp_path / "disk").mkdir()
+    (run_folder / "train").rename(tmp_path / "disk" / "train")
+    (run_folder / "train").symlink_to(tmp_path / "disk" / "train")
+    monkeypatch.chdir(run_folder)
+    for path in (run_folder, Path("train"), Path()):
+        assert open_model(path).tokenizer.samefile(run_folder / "vocab")
+    (tmp_path / "disk" / "train").rename(tmp_path / "moved")
+    (run_folder / "train").unlink()
+    (tmp_path / "moved").rename(run_folder / "train")
+    (tmp_path / "last").symlink_to(run_folder / "train/checkpoints/step-00000000")
+    assert open_model(tmp_path / "last").tokenizer.samefile(run_folder / "vocab")
 
 
 def test_export_from_step_train_and_work_folder_are_one(tmp_path: Path, run_folder: Path) -> None:
@@ -160,6 +228,16 @@ def test_weights_that_blow_roundings_up_are_exported_and_still_checked(
     edit_weights(out, lambda t: t[name].view(-1)[0:1].add_(1))
     with pytest.raises(UserError, match="logits differ"):
         self_check(out, ours)
+
+
+def test_a_model_that_computes_nan_is_refused_for_what_it_is(
+    tmp_path: Path, hf_folder: Path, edit_weights
+) -> None:
+    edit_weights(hf_folder, lambda t: t["bert.encoder.layer.1.output.dense.weight"].fill_(3e38))
+    run = import_model(hf_folder, tmp_path / "run")
+    with pytest.raises(UserError, match="own logits are not finite") as error:
+        export(run, tmp_path / "out")
+    assert "step-" in error.value.remedy and not (tmp_path / "out").exists()
 
 
 def test_b45_fused_rows_land_where_the_trainer_splits_them(

@@ -7,7 +7,10 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import torch
 
 from configs import UserError
 from data_prep.shards import held_out
@@ -142,6 +145,30 @@ def test_rows_that_are_not_held_out_are_said_to_be(
     shutil.rmtree(shards / "held-out")
     main([*command, str(shards)])
     assert "has no held-out/: all its rows are scored" in capsys.readouterr().out
+
+
+def test_texts_longer_than_the_models_positions_are_refused(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    size = len(json.loads((tiny_model / "tokenizer.json").read_text())["model"]["vocab"])
+    folder = make_shards(
+        tmp_path / "long", rows=40, max_length=256, vocab_size=size, held_out_rows=24
+    )
+    shutil.copyfile(tiny_model / "tokenizer.json", folder / "tokenizer.json")
+    with pytest.raises(UserError, match=r"rows of up to \d+ tokens, .* has 128 positions"):
+        evaluate(tiny_model, held_out(folder))
+    table = pq.read_table(blimp_file(tmp_path))
+    long = pa.array(["the cat sat " * 50] + ["the cat"] * (len(table) - 1))
+    at = table.column_names.index("sentence_bad")
+    pq.write_table(table.set_column(at, "sentence_bad", long), tmp_path / "long.parquet")
+    with pytest.raises(UserError, match="a sentence of 152 word pieces, the model has 128"):
+        evaluate(tiny_model, blimp=str(tmp_path / "long.parquet"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there(tiny_model: Path, shards: Path) -> None:
+    with pytest.raises(UserError, match="torch finds no GPU"):
+        evaluate(tiny_model, held_out(shards), device="cuda")
 
 
 def test_early_refusals(tmp_path: Path) -> None:

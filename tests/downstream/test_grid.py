@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from configs import UserError
 from configs.files import lock_folder
+from pretrain.convert.importing import import_model
 from pretrain.downstream.finetune import main
 from pretrain.downstream.grid import KINDS, run_grid
 from pretrain.downstream.loading import load_for_task, load_tokenizer, weights_digest
@@ -78,6 +79,25 @@ def test_results_of_other_data_or_weights_are_not_mixed(tmp_path: Path, tiny_mod
     busy = pytest.raises(UserError, match="another fine-tuning is running")
     with lock_folder(tmp_path / "busy", "fine-tuning"), busy:
         run_grid(TASKS["classify"], QUICK, films(8), str(tiny_model), tmp_path / "busy")
+
+
+def test_a_running_grid_keeps_the_model_it_loads(
+    tmp_path: Path, tiny_model: Path, monkeypatch
+) -> None:
+    """A run that is fine-tuned is exported beside the results, and a second command for the same
+    place would export a later checkpoint over it before it is refused."""
+    run = import_model(tiny_model, tmp_path / "run")
+    lines = "\n".join(map(json.dumps, films(8)["train"]))
+    (tmp_path / "t.jsonl").write_text(lines)
+    file = str(tmp_path / "t.jsonl")
+    command = ["classify", "--model", str(run), "--out", str(tmp_path / "out"), "--train", file]
+    command += ["--dev", file, "--lr", "1e-3", "--epochs", "1", "--no-model"]
+    assert main(command) == 0
+    exported = (tmp_path / "out-model/lambert.json").stat().st_ino
+    busy = pytest.raises(UserError, match="another fine-tuning is running")
+    with lock_folder(tmp_path / "out", "fine-tuning"), busy:
+        main(command)
+    assert (tmp_path / "out-model/lambert.json").stat().st_ino == exported
 
 
 def copy_with(folder: Path, target: Path, change) -> Path:
