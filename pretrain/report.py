@@ -127,8 +127,10 @@ def plot_loss(train_dir: str | Path, png: str | Path) -> Path:
 def render(runs: list[Run]) -> str:
     """The page's HTML."""
     names = [r.name for r in runs]
-    if len(set(names)) < len(names):  # the same recipe twice: tell them apart by folder
-        names = [f"{r.name} ({r.folder.parent.name})" for r in runs]
+    folders = [r.folder.resolve().parent for r in runs]
+    for places in ([folder.name for folder in folders], folders):
+        if len(set(names)) < len(names):  # the same recipe twice: tell them apart by folder
+            names = [f"{run.name} ({place})" for run, place in zip(runs, places)]
     pictures = []
     for title, unit, kind, keys in _PLOTS:
         picture = _plot(runs, names, title, unit, kind, keys)

@@ -59,7 +59,7 @@ def run_grid(
     features = {split: kind.encode(rows, split) for split, rows in splits.items()}
     results = []
     with _claim(out, _identity(task, settings, splits, model, layers)):
-        best_seen = -float("inf")
+        best_seen = _best_so_far(out, task.metrics[0])
         for lr, seed in product(settings.lrs, settings.seeds):
             folder = out / "runs" / f"lr{lr:g}-seed{seed}"
             done = folder / "result.json"
@@ -243,6 +243,15 @@ def _refuse_others(out: Path, identity: dict[str, Any]) -> None:
             )
     elif out.exists() and any(path.name != LOCK for path in out.iterdir()):
         raise UserError(f"{out}: not empty and no fine-tuning folder", "name another --out")
+
+
+def _best_so_far(out: Path, metric: str) -> float:
+    """The score of best/: of all rates and seeds that this folder has seen, not only of those asked for
+    this time; minus infinity without one."""
+    files = (out / "runs").glob("*/result.json") if (out / "best").is_dir() else ()
+    results = [read_json(file, "remove it") for file in files]
+    good = [result[metric] for result in results if not result.get("diverged")]
+    return max(good, default=-float("inf"))
 
 
 def _save_best(trainer: Trainer, tokenizer: Any, folder: Path) -> None:

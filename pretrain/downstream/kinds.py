@@ -11,7 +11,7 @@ import numpy as np
 
 from configs import UserError, say
 from pretrain.downstream import metrics
-from pretrain.downstream.tasks import Settings, Task
+from pretrain.downstream.tasks import TASKS, Settings, Task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -33,6 +33,7 @@ class Kind(ABC):
     def __init__(self, task: Task, settings: Settings, tokenizer: PreTrainedTokenizerFast) -> None:
         self.task, self.settings, self.tokenizer = task, settings, tokenizer
         self.labels: list[str] = list(task.labels)
+        self.pairs: bool | None = None  # of own files: whether those seen so far have two texts
 
     def learn_labels(self, rows: list[Row], origin: str) -> None:
         """Takes the label set from the training rows where the task does not define it."""
@@ -94,8 +95,18 @@ class Kind(ABC):
             return [str(pick(row, names, f"{where} {n}")) for n, row in enumerate(rows, 1)]
 
         second = self.task.second
-        if self.task.name == "classify" and not any(find(row, second) for row in rows):
-            second = ()
+        if (
+            second == TASKS["classify"].second
+        ):  # own files: pairs where a file has them, all or none
+            pairs = any(find(row, second) for row in rows)
+            if self.pairs not in (None, pairs):
+                raise UserError(
+                    f"{self.task.name} {split}: {'has' if pairs else 'lacks'} a second text, unlike"
+                    " the files before it",
+                    f"columns: {', '.join(rows[0])}",
+                )
+            self.pairs = pairs
+            second = second if pairs else ()
         return texts(self.task.first), texts(second) if second else None
 
 

@@ -343,6 +343,13 @@ def _read_hub(task: Task, data: str) -> dict[str, list[Row]]:
             splits[split] = [_plain(row, table.features) for row in table]
             if task.kind == "tag":
                 check_tags(splits[split], task, f"{'/'.join(where)} {split}")
+    for split in ("train", "dev"):
+        if split not in splits:
+            raise UserError(
+                f"{'/'.join(where)}: no {split} split ({', '.join(dict(task.splits)[split])});"
+                f" it has {', '.join(map(str, loaded))}",
+                "save its splits as files, and pass --train and --dev",
+            )
     return splits
 
 

@@ -314,6 +314,39 @@ def test_rows_that_choose_or_train_a_model_have_labels(tokenizer, task, row, spl
                 kind.encode([{**row, "label": score}], split)
 
 
+def test_own_files_are_pairs_all_or_none(tokenizer) -> None:
+    """A column that is misspelt or absent in one file does not turn pairs into single texts."""
+    named = replace(TASKS["classify"], second=("premise",))
+    rows = [{"text": "a", "text_pair": "b", "label": n} for n in (0, 1)]
+    single = [{"text": "a", "label": n} for n in (0, 1)]
+    with pytest.raises(UserError, match="none of the columns premise"):
+        KINDS["classify"](named, QUICK, tokenizer).encode(rows, "test")
+    for first, second in ((rows, single), (single, rows)):
+        kind = KINDS["classify"](TASKS["classify"], QUICK, tokenizer)
+        kind.learn_labels(first, "train")
+        assert max(kind.encode(first, "train")[0]["token_type_ids"]) == (first is rows)
+        with pytest.raises(UserError, match="classify dev: (has|lacks) a second text"):
+            kind.encode(second, "dev")
+
+
+def test_a_later_part_of_a_grid_replaces_the_best_model_only_by_a_better_one(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    def grid(lr: float) -> float:
+        settings = replace(QUICK, lrs=(lr,), epochs=12)
+        out = tmp_path / "out"
+        return run_grid(TASKS["classify"], settings, films(), str(tiny_model), out)["best"][
+            "accuracy"
+        ]
+
+    weights = tmp_path / "out/best/model.safetensors"
+    assert grid(1e-9) < 100
+    poor = weights.read_bytes()
+    assert grid(1e-2) == 100
+    good = weights.read_bytes()
+    assert grid(1e-8) < 100 and weights.read_bytes() == good != poor
+
+
 def test_null_is_no_text(tokenizer) -> None:
     kind = KINDS["classify"](TASKS["classify"], QUICK, tokenizer)
     kind.labels = ["0", "1"]
@@ -321,6 +354,7 @@ def test_null_is_no_text(tokenizer) -> None:
     with pytest.raises(UserError, match="classify train, example 2: text is null"):
         kind.encode([good, {"text": None, "label": 1}], "train")
     with pytest.raises(UserError, match="classify train, example 1: none of the columns text_pair"):
+        kind = KINDS["classify"](TASKS["classify"], QUICK, tokenizer)
         kind.encode([good, {"text": "a", "text_pair": "b", "label": 1}], "train")
 
 

@@ -157,6 +157,16 @@ def test_jsonl_tags_are_checked_as_those_of_conll_files(
         read_file(file, TASKS["ner"])
 
 
+def test_a_hub_set_without_a_dev_split_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the training that its scores were to choose from."""
+    import datasets
+
+    table = datasets.Dataset.from_list([{"text": "a", "label": 0}])
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_: {"train": table, "test": table})
+    with pytest.raises(UserError, match=r"some/set: no dev split .*; it has train, test"):
+        read_splits(TASKS["classify"], "some/set", {}, False)
+
+
 def test_bytes_that_are_not_utf8_are_named(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "\xe9"}\n')
     with pytest.raises(UserError, match="byte 10 is not UTF-8"):

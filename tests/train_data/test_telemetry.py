@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 import subprocess
 import sys
 
@@ -174,6 +175,9 @@ def test_runs_of_one_name_are_told_apart_by_folder(tmp_path) -> None:
         train(tmp_path / place / "train", name="same")
     page = render([load_run(tmp_path / place) for place in ("a", "b")])
     assert "same (a)" in page and "same (b)" in page
+    shutil.copytree(tmp_path / "a", tmp_path / "b" / "a")
+    page = render([load_run(tmp_path / place) for place in ("a", "b/a")])
+    assert f"same ({tmp_path}/a)" in page and f"same ({tmp_path}/b/a)" in page
 
 
 def test_a_run_may_be_given_as_any_of_its_folders(two_runs) -> None:
