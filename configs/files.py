@@ -67,8 +67,8 @@ def lock_folder(
 @contextmanager
 def folder_beside(out: Path) -> Iterator[Path]:
     """An empty folder in which to make what `out` shall be. It takes the place of `out`, or of what
-    that links to, when the block has ended well. One process at a time for that place; what an
-    earlier one left half done is thrown away.
+    that links to, when the block has ended well, and goes when it has not. One process at a time for
+    that place; what a killed one left half done is thrown away.
 
     Raises:
         UserError: another process is at it, the folder cannot be made, or `out` cannot be replaced.
@@ -85,7 +85,11 @@ def folder_beside(out: Path) -> Iterator[Path]:
                 shutil.rmtree(left)
             elif left.name != LOCK:
                 left.unlink()
-        yield fresh
+        try:
+            yield fresh
+        except BaseException:
+            shutil.rmtree(fresh, ignore_errors=True)  # the disk may be full because of it
+            raise
         if out.exists():
             shutil.rmtree(old, ignore_errors=True)
             out.rename(old)

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -261,9 +262,23 @@ def _save(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
     from safetensors.torch import save_file
 
     # `format: pt` is what transformers looks for before it reads a tensor.
-    save_file(dict(tensors), file, metadata={"format": "pt"})
+    with refused_writes(file):
+        save_file(dict(tensors), file, metadata={"format": "pt"})
     shutil.copymode(file.parent, file)  # safetensors makes files that only their owner may read
     file.chmod(file.stat().st_mode & 0o666)
+
+
+@contextmanager
+def refused_writes(path: Path) -> Iterator[None]:
+    """A full disk as a UserError that names `path`: safetensors says it in an error of its own."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except SafetensorError as error:
+        raise UserError(
+            f"{path}: not written ({error})", "free some disk, then give the same command again"
+        ) from None
 
 
 def sync_folder(folder: Path) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 
 from configs import UserError, make_folder, say
 from configs.files import LOCK, lock_folder, publish_text, read_json
+from pretrain.convert.hf import refused_writes
 from pretrain.downstream import metrics
 from pretrain.downstream.kinds import Choice, Classify, Feature, Kind, Regress, Row, Tag
 from pretrain.downstream.loading import load_for_task, load_tokenizer, split_random, weights_digest
@@ -68,7 +69,8 @@ def run_grid(
                     kind, model, splits, features, folder, lr, seed, layers
                 )
                 if save_best and not result["diverged"] and result[task.metrics[0]] > best_seen:
-                    _save_best(trainer, tokenizer, out / "best")
+                    with refused_writes(out / "best"):
+                        _save_best(trainer, tokenizer, out / "best")
                 publish_text(done, json.dumps(result, indent=2))
             result = read_json(done, "remove it, and this rate and seed are trained again")
             diverged = result.get("diverged", False)

@@ -143,7 +143,8 @@ def _locate(
     if not answers:
         return None
     text, begin = answers[0]
-    stop = begin + len(text)
+    stop = begin + len(text.rstrip())
+    begin += len(text) - len(text.lstrip())  # blanks have no pieces
     first = next((i for i, o in enumerate(offsets) if o and o[0] <= begin < o[1]), None)
     last = next((i for i, o in enumerate(offsets) if o and o[0] < stop <= o[1]), None)
     return None if first is None or last is None else (first, last)

@@ -143,9 +143,27 @@ def test_an_export_that_was_interrupted_leaves_the_earlier_one(
     with monkeypatch.context() as patch, pytest.raises(kind):
         patch.setattr(where, stop)
         export(run_folder, exported)
+    assert not [p for p in exported.parent.iterdir() if p.name.startswith(".out")]
     assert {f.name: f.read_bytes() for f in exported.iterdir()} == before
     export(run_folder, exported)
     assert not [p for p in exported.parent.iterdir() if p.name.startswith(".out")]
+
+
+def test_a_full_disk_is_said_to_be_one(tmp_path: Path, run_folder: Path, repo: Path) -> None:
+    """As a limit of 16 kB on a file, in a process of its own; the half-made folder is gone."""
+    code = f"""
+import resource, signal, sys
+import transformers, pretrain.convert.self_check
+from configs.errors import run_cli
+from pretrain.convert.export import main
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (16384, 16384))
+run_cli(lambda: main([{str(run_folder)!r}, {str(tmp_path / "out")!r}]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=repo, capture_output=True, text=True)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "model.safetensors: not written" in done.stderr and "File too large" in done.stderr
+    assert not [p for p in tmp_path.iterdir() if "out" in p.name]
 
 
 def test_a_run_whose_folders_are_links_finds_its_vocabulary(

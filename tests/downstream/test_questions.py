@@ -70,6 +70,13 @@ def test_no_answer_wins_where_its_score_says_so(tokenizer) -> None:
     assert np.isfinite(scores["null_threshold"])
 
 
+def test_blanks_around_an_answer_do_not_hide_it(tokenizer) -> None:
+    row = {"id": "1", "context": "the cat  sat", "question": "who", "answers": [(" cat  ", 3)]}
+    _, (feature,) = encode(tokenizer, [row])
+    spans = [feature["offsets"][feature[f"{end}_positions"]] for end in ("start", "end")]
+    assert spans == [(4, 7), (4, 7)]
+
+
 def test_unanswerable_questions_are_no_task_of_squad_1(tokenizer) -> None:
     """They would count as wrong whatever the model says."""
     row = {"id": "7", "context": "the dog sat", "question": "where", "answers": []}
