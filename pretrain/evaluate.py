@@ -111,6 +111,7 @@ def evaluate(
     model = to_model(opened.config, opened.tensors, select("auto", device)).to(device)
     if device == "cuda":
         model = model.bfloat16()
+    _refuse_nan(model, path)
     budget = 65536 if device == "cuda" else 8192
     scores: dict[str, Any] = {}
     if held_out is not None:
@@ -125,6 +126,23 @@ def evaluate(
             model, cast("PreTrainedTokenizerFast", tokenizer), blimp, sample, budget
         )
     return scores
+
+
+def _refuse_nan(model: BertForPreTraining, path: Path) -> None:
+    """NaN is not larger than NaN: a model that computes it would have accuracies like another."""
+    import torch
+
+    from pretrain.downstream.pseudo import uniform_rows
+
+    count = min(model.config.vocab_size, model.config.max_position_embeddings)
+    ids = torch.arange(count, device=next(model.parameters()).device)
+    with torch.no_grad():
+        logits = model.logits(model.encode(uniform_rows(ids[None])))
+    if not logits.isfinite().all():
+        raise UserError(
+            f"{path}: the model's logits are not finite",
+            "the training has diverged: name an older step-... folder of the run",
+        )
 
 
 def check_tokenizer(folder: Path, held_out: Shards) -> None:

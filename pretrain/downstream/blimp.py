@@ -39,7 +39,7 @@ def read_pairs(parquet: str | Path, sample: float = 1.0, seed: int = 0) -> Pairs
     """BLiMP from its parquet file. sample: share of the pairs of every UID, drawn by `seed`.
 
     Raises:
-        UserError: no such file, no parquet, a column missing.
+        UserError: no such file, no parquet, a column missing, nulls in one, no pairs.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -53,6 +53,10 @@ def read_pairs(parquet: str | Path, sample: float = 1.0, seed: int = 0) -> Pairs
     absent = [name for name in _COLUMNS if name not in table.column_names]
     if absent:
         raise UserError(f"{parquet}: no column {absent[0]}", f"expected {', '.join(_COLUMNS)}")
+    holes = [name for name in _COLUMNS if table.column(name).null_count]
+    if holes or not table.num_rows:
+        what = f"nulls in {holes[0]}" if holes else "holds no pairs"
+        raise UserError(f"{parquet}: {what}", "copy it again")
     term, uid, good, bad = (table.column(name).to_pylist() for name in _COLUMNS)
     uids = np.array(uid)
     draw = np.random.default_rng(seed)

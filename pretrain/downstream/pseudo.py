@@ -42,6 +42,8 @@ def of_sentences(
         raise UserError(
             "the tokenizer has no mask token", "its tokenizer_config.json must name one"
         )
+    if not sentences:  # the share of a rank, where there are more ranks than pairs
+        return np.zeros(0)
     encoded = [np.array(i) for i in tokenizer(sentences, return_attention_mask=False)["input_ids"]]
     longest, positions = max(map(len, encoded)), model.config.max_position_embeddings
     if longest > positions:

@@ -81,6 +81,8 @@ def test_probe_shares_of_ranks_add_up(tmp_path: Path, model, tokenizer) -> None:
     shares = [probe(model, tokenizer, file, pairs=30, share=(r, 4)) for r in range(4)]
     assert whole == tuple(map(sum, zip(*shares))) and whole[1] == 30
     model.train()
+    many = [probe(model, tokenizer, file, pairs=3, share=(r, 8)) for r in range(8)]
+    assert sum(scored for _, scored in many) == 3 and many[-1] == (0, 0)
     probe(model, tokenizer, file, pairs=3)
     assert model.training
     model.eval()
@@ -122,3 +124,13 @@ def test_files_that_are_not_blimp_are_named(tmp_path: Path) -> None:
     pq.write_table(pa.table({"UID": ["a"]}), tmp_path / "y.parquet")
     with pytest.raises(UserError, match="no column linguistics_term"):
         read_pairs(tmp_path / "y.parquet")
+    table = pq.read_table(blimp_file(tmp_path))
+    pq.write_table(table.slice(0, 0), tmp_path / "z.parquet")
+    with pytest.raises(UserError, match="holds no pairs"):
+        read_pairs(tmp_path / "z.parquet")
+    for name in ("UID", "sentence_bad"):
+        at = table.column_names.index(name)
+        holed = pa.array([None, *table.column(name).to_pylist()[1:]])
+        pq.write_table(table.set_column(at, name, holed), tmp_path / "z.parquet")
+        with pytest.raises(UserError, match=f"nulls in {name}"):
+            read_pairs(tmp_path / "z.parquet")

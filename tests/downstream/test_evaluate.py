@@ -165,6 +165,20 @@ def test_texts_longer_than_the_models_positions_are_refused(
         evaluate(tiny_model, blimp=str(tmp_path / "long.parquet"))
 
 
+def test_a_model_that_computes_nan_has_no_scores(
+    tmp_path: Path, tiny_model: Path, shards: Path
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(tiny_model, tmp_path / "hf")
+    tensors = load_file(tiny_model / "model.safetensors")
+    tensors["bert.encoder.layer.1.output.dense.weight"].fill_(3e38)
+    save_file(tensors, tmp_path / "hf/model.safetensors", metadata={"format": "pt"})
+    for options in ({"held_out": held_out(shards)}, {"blimp": str(blimp_file(tmp_path))}):
+        with pytest.raises(UserError, match="logits are not finite"):
+            evaluate(tmp_path / "hf", **options)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there(tiny_model: Path, shards: Path) -> None:
     with pytest.raises(UserError, match="torch finds no GPU"):
