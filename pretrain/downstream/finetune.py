@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -95,6 +96,10 @@ def _settings(task: Task, options: Any) -> Settings:
     ):
         if not low < value:
             raise UserError(f"{option} {value}", f"give numbers above {low}")
+    if not all(map(math.isfinite, (*settings.lrs, settings.epochs))):
+        raise UserError("--lr or --epochs is not finite", "give ordinary numbers")
+    if max(settings.seeds) >= 2**32:
+        raise UserError(f"--seeds {max(settings.seeds)}", "give numbers below 2^32")
     return settings
 
 
