@@ -97,6 +97,11 @@ def test_one_export_or_import_at_a_time_into_a_place(
     assert "model.safetensors" in {p.name for p in out.iterdir()}
 
 
+def test_a_mount_point_is_refused_before_the_work() -> None:
+    with pytest.raises(UserError, match="a mount point"), folder_beside(Path("/")):
+        pytest.fail("it cannot be renamed")
+
+
 def test_links_are_followed_and_stay(tmp_path: Path, run_folder: Path, hf_folder: Path) -> None:
     """To a folder on another disk, say; also where that is still to be made."""
     for make, source in ((export, run_folder), (import_model, hf_folder)):
