@@ -1,0 +1,99 @@
+"""Rows and labels of a fine-tuning: what is taken as given, what is refused before the training."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from configs import UserError
+from pretrain.downstream.grid import KINDS
+from pretrain.downstream.tasks import TASKS, Settings
+
+QUICK = Settings(lrs=(1e-3,), seeds=(1,), epochs=1, batch=8, max_length=16)
+
+
+def test_labels_outside_the_set_are_named(tokenizer) -> None:
+    def encode(task: str, rows: list[dict], labels: list[str] | None = None):
+        kind = KINDS[TASKS[task].kind](TASKS[task], QUICK, tokenizer)
+        kind.labels = labels or kind.labels
+        return kind.encode(rows, "dev")
+
+    with pytest.raises(
+        UserError, match=r"sst-2 dev, example 2: label '2' is not in the set \{0, 1\}"
+    ):
+        encode("sst-2", [{"sentence": "a", "label": "1"}, {"sentence": "b", "label": "2"}])
+    with pytest.raises(UserError, match="sentence 1: tag 'B-X' is not in the set"):
+        encode("ner", [{"tokens": ["a"], "tags": ["B-X"]}], ["O", "B-PER", "I-PER"])
+    with pytest.raises(UserError, match="'high' is no number"):
+        encode("sts-b", [{"sentence1": "a", "sentence2": "b", "score": "high"}])
+    with pytest.raises(UserError, match="none of the columns sentence2"):
+        encode("rte", [{"sentence1": "a", "label": "entailment"}])
+
+
+def test_whole_numbers_are_names_where_the_training_file_defines_the_classes(tokenizer) -> None:
+    """Stars of 1 to 12, -1 among them: no class is another's id, and predictions have their names."""
+    stars = [-1, 1, 2, 5, 10, 12]
+    rows = [{"text": "a", "label": star} for star in stars]
+    kind = KINDS["classify"](TASKS["classify"], QUICK, tokenizer)
+    kind.learn_labels(rows, "train")
+    ids = [feature["labels"] for feature in kind.encode(rows, "train")]
+    assert [kind.labels[i] for i in ids] == [str(star) for star in stars]
+    scores, predicted = kind.score(rows, kind.encode(rows, "dev"), np.eye(len(stars))[ids])
+    assert scores == {"accuracy": 100} and predicted == [str(star) for star in stars]
+    # The hub's ids, where the task names the classes.
+    rte = KINDS["classify"](TASKS["rte"], QUICK, tokenizer)
+    row = {"sentence1": "a", "sentence2": "b", "label": 1}
+    assert rte.labels[rte.encode([row], "dev")[0]["labels"]] == "not_entailment"
+
+
+@pytest.mark.parametrize("split", ["train", "dev"])
+@pytest.mark.parametrize(
+    ("task", "row"),
+    [
+        ("classify", {"text": "a"}),
+        ("sst-2", {"sentence": "a"}),
+        ("sts-b", {"sentence1": "a", "sentence2": "b"}),
+        ("swag", {"sent1": "a", "sent2": "b", **{f"ending{i}": "c" for i in range(4)}}),
+    ],
+)
+def test_rows_that_choose_or_train_a_model_have_labels(tokenizer, task, row, split) -> None:
+    """Before the training, not after it."""
+    kind = KINDS[TASKS[task].kind](TASKS[task], QUICK, tokenizer)
+    kind.labels = kind.labels or ["0", "1"]
+    for absent in (row, *({**row, "label": none} for none in (None, "", -1))):
+        rows = [{**row, "label": 1}, absent]
+        with pytest.raises(UserError, match=f"{task} {split}, example 2 has no label"):
+            kind.encode(rows, split)
+        assert [f.get("labels") for f in kind.encode(rows, "test")] == [1, None]
+    if task == "sts-b":
+        for score in ("nan", float("inf"), [1]):
+            with pytest.raises(UserError, match="is no number"):
+                kind.encode([{**row, "label": score}], split)
+
+
+def test_own_files_are_pairs_all_or_none(tokenizer) -> None:
+    """A column that is misspelt or absent in one file does not turn pairs into single texts."""
+    named = replace(TASKS["classify"], second=("premise",))
+    rows = [{"text": "a", "text_pair": "b", "label": n} for n in (0, 1)]
+    single = [{"text": "a", "label": n} for n in (0, 1)]
+    with pytest.raises(UserError, match="none of the columns premise"):
+        KINDS["classify"](named, QUICK, tokenizer).encode(rows, "test")
+    for first, second in ((rows, single), (single, rows)):
+        kind = KINDS["classify"](TASKS["classify"], QUICK, tokenizer)
+        kind.learn_labels(first, "train")
+        assert max(kind.encode(first, "train")[0]["token_type_ids"]) == (first is rows)
+        with pytest.raises(UserError, match="classify dev: (has|lacks) a second text"):
+            kind.encode(second, "dev")
+
+
+def test_null_is_no_text(tokenizer) -> None:
+    kind = KINDS["classify"](TASKS["classify"], QUICK, tokenizer)
+    kind.labels = ["0", "1"]
+    good = {"text": "a", "label": 1}
+    with pytest.raises(UserError, match="classify train, example 2: text is null"):
+        kind.encode([good, {"text": None, "label": 1}], "train")
+    with pytest.raises(UserError, match="classify train, example 1: none of the columns text_pair"):
+        kind = KINDS["classify"](TASKS["classify"], QUICK, tokenizer)
+        kind.encode([good, {"text": "a", "text_pair": "b", "label": 1}], "train")
