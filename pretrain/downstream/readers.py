@@ -143,7 +143,8 @@ def read_conll(file: Path) -> list[Row]:
             close()
             continue
         cells = line.split("\t") if "\t" in line else line.split(" ")
-        if cells[0] == "-DOCSTART-" or (cells[0] == "#" and len(cells) > 3):
+        comment = cells[0] == "#" and not _is_tag(cells[-1].strip())  # the word "#" has a tag
+        if cells[0] == "-DOCSTART-" or comment:
             continue
         if len(cells) < 2 or not cells[0] or not cells[-1].strip():
             raise UserError(
@@ -155,18 +156,23 @@ def read_conll(file: Path) -> list[Row]:
     return rows
 
 
+def _is_tag(text: str) -> bool:
+    mark, _, kind = text.partition("-")
+    return text == "O" or (mark in ("B", "I", "E", "S", "L", "U") and bool(kind))
+
+
 def to_iob2(tags: list[str], where: str) -> list[str]:
     """IOB1, IOB2 or IOBES tags as IOB2: every chunk starts with B-."""
     result: list[str] = []
     before = "O"
     for tag in tags:
-        mark, dash, kind = tag.partition("-")
-        if tag != "O" and (mark not in ("B", "I", "E", "S", "L", "U") or not dash or not kind):
+        kind = tag.partition("-")[2]
+        if not _is_tag(tag):
             raise UserError(f"{where}: tag {tag!r}", "expected O, B-TYPE or I-TYPE")
         if tag == "O":
             result.append(tag)
         elif (
-            mark in ("B", "S", "U")
+            tag[0] in "BSU"
             or before == "O"
             or before.partition("-")[2] != kind
             or before[0] in "ESLU"

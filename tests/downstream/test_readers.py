@@ -220,6 +220,11 @@ def test_conll_2003_lines(tmp_path: Path) -> None:
         {"tokens": ["EU", "rejects"], "tags": ["B-ORG", "O"]},
         {"tokens": ["Peter"], "tags": ["B-PER"]},
     ]
+    file.write_text("# id 7 domain=en\n#\tfrom n-tv\n# # I-NP O\n\n#\tB-LOC\n")
+    assert read_conll(file) == [
+        {"tokens": ["#"], "tags": ["O"]},
+        {"tokens": ["#"], "tags": ["B-LOC"]},
+    ]
     file.write_text("EU NNP I-NP PER\n")
     with pytest.raises(UserError, match="tag 'PER'"):
         read_conll(file)
