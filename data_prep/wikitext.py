@@ -53,6 +53,8 @@ _DOUBLED = re.compile(r"([,;、，])(?:[ \t]*[,;、，])+")
 _SPACES = re.compile(r"[ \t\u00a0\u2000-\u200a\u202f\u3000]{2,}|[\t\u00a0\u2000-\u200a\u202f]")
 _BEFORE_MARK = re.compile(r" +([,.;:!?](?:\s|$))")
 _DEBRIS = re.compile(r"\{\{+|\}\}+|\[\[+|\]\]+|\{\||\|\}")
+_MARK_RUN = re.compile(r"[\[\]{}|]{2,}")
+_LONGEST_RUN = 64  # marks; more than that in a row are no text whatever they are
 _ATTRIBUTES = re.compile(r"(?:[\w-]+\s*=\s*\"[^\"]*\"\s*\|?\s*)+")
 _ENDS = re.compile(r"[.!?:;…。！？؟।॥.][\"'”’»›)\]」』]*\Z")
 SHORTEST = 60  # characters of a paragraph that has no sentence's end: below, it is a title
@@ -219,7 +221,15 @@ def _quotes(match: re.Match[str]) -> str:
             if before.isalpha() and match.string[match.end() : match.end() + 1].isalpha()
             else ""
         )
-    return "'" if len(match[0]) == 4 else "'" * (len(match[0]) - 5)
+    return "'" if len(match[0]) == 4 else "'" * min(2, len(match[0]) - 5)  # no marks may be left
+
+
+def _without_debris(match: re.Match[str]) -> str:
+    """A run of marks without those that mean something; taking one out may bring two others together."""
+    run, before = match[0], ""
+    while run != before and len(match[0]) <= _LONGEST_RUN:
+        run, before = _DEBRIS.sub("", run), run
+    return run if len(match[0]) <= _LONGEST_RUN else ""
 
 
 def _tidied(text: str) -> str:
@@ -228,9 +238,10 @@ def _tidied(text: str) -> str:
         text = html.unescape(text)
     if "__" in text:
         text = _SWITCH.sub("", text)
-    text = _DEBRIS.sub("", text)
+    text = _MARK_RUN.sub(_without_debris, text)
     if "(" in text or "[" in text:
         text = _CLOSED.sub(")", _OPENED.sub("(", _EMPTY_BRACKETS.sub("", text)))
+        text = _MARK_RUN.sub(_without_debris, text)  # marks that "[ ]" kept apart
     text = _BEFORE_MARK.sub(r"\1", _DOUBLED.sub(r"\1", _SPACES.sub(" ", text))).strip()
     if len(text) < SHORTEST and not _ENDS.search(text):
         return ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from data_prep.wikitext import Cleaner, unescape_xml, without_templates
@@ -109,7 +109,22 @@ MARKS = ["{{", "}}", "{", "}", "[[", "]]", "[", "]", "{|", "|}", "|", "<ref>", "
          "\n", "\n\n", "* ", "== ", "word ", "text.", "<nowiki>", "</nowiki>", "<math>", "&lt;", "http://x ", "File:"]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("Some [|}[text.", "Some text."),
+        ("Some [ [][text.", "Some text."),
+        ("Some {[|}{text [x] |}|}|y.", "Some {[{text [x] |y."),
+        (f"Some {'[|' * 40}text.", "Some text."),
+        (f"Some {9 * chr(39)}text.", "Some ''text."),
+    ],
+)
+def test_marks_brought_together_go_as_well(text: str, wanted: str) -> None:
+    assert prose(text) == [wanted]
+
+
 @given(st.lists(st.sampled_from(MARKS), max_size=60).map("".join))
+@example("[|}[text.")
 def test_no_nesting_leaves_marks_or_fails(text: str) -> None:
     for paragraph in prose(text):
         if "<nowiki>" not in text:
