@@ -227,9 +227,11 @@ def _quotes(match: re.Match[str]) -> str:
 def _without_debris(match: re.Match[str]) -> str:
     """A run of marks without those that mean something; taking one out may bring two others together."""
     run, before = match[0], ""
-    while run != before and len(match[0]) <= _LONGEST_RUN:
+    if len(run) > _LONGEST_RUN:
+        return ""
+    while run != before:
         run, before = _DEBRIS.sub("", run), run
-    return run if len(match[0]) <= _LONGEST_RUN else ""
+    return run
 
 
 def _tidied(text: str) -> str:

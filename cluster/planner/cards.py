@@ -15,8 +15,8 @@ from configs import UserError
 
 @dataclass(frozen=True)
 class CopyEngines:
-    """Of GPUs that reach each other's memory. rate: bytes/s that one sends to all the others; wait_s: what
-    a layer's exchanges take beside their bytes, forward or backward."""
+    """Of GPUs that reach each other's memory. rate: bytes/s that one sends to all the others; wait_s:
+    seconds that a linear layer's exchanges take beside their bytes, each way."""
 
     rate: float
     wait_s: float

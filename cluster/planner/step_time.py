@@ -205,11 +205,11 @@ def _exchanges(
 ) -> tuple[float, float]:
     """What a layer shows of its exchanges by copy engines, forward and backward, in seconds.
 
-    linear: seconds of the products (forward, for the input's gradient, for the weight's), column and row
-    layers in turn. link: what the bytes of one exchange take; wait: what a linear layer's exchanges take
-    beside them, each way. Half of a product needs nothing that is
-    still under way, or is left when the others' part has gone. Going back, a column layer makes two
-    exchanges beside both of its products (pretrain.kernels.exchanged).
+    linear: seconds of the products (forward, for the input's gradient, for the weight's), column and
+    row layers in turn. link: what the bytes of one exchange take; wait: what a linear layer's exchanges
+    take beside them, each way. Half of a product needs nothing that is still under way, or is left when
+    the others' part has gone. Going back, a column layer makes two exchanges beside both of its
+    products (pretrain.kernels.exchanged).
     """
     forward = backward = len(linear) * wait
     for number, (product, dgrad, wgrad) in enumerate(linear):

@@ -95,9 +95,8 @@ class Kind(ABC):
             return [str(pick(row, names, f"{where} {n}")) for n, row in enumerate(rows, 1)]
 
         second = self.task.second
-        if (
-            second == TASKS["classify"].second
-        ):  # own files: pairs where a file has them, all or none
+        # Files of one's own are of pairs where they have them, all or none.
+        if second == TASKS["classify"].second:
             pairs = any(find(row, second) for row in rows)
             if self.pairs not in (None, pairs):
                 raise UserError(

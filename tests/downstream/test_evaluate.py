@@ -179,8 +179,8 @@ def test_a_model_that_computes_nan_has_no_scores(
             evaluate(tmp_path / "hf", **options)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_there(tiny_model: Path, shards: Path) -> None:
+def test_a_gpu_that_is_not_there(tiny_model: Path, shards: Path, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match="torch finds no GPU"):
         evaluate(tiny_model, held_out(shards), device="cuda")
 
