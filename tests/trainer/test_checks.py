@@ -105,8 +105,13 @@ def test_a_row_takes_whole_steps_of_the_packer(run):
     plan(run, sets, "parallel.micro_batch_tokens=48")
 
 
+def _free_disk(monkeypatch, size):
+    usage = shutil._ntuple_diskusage(total=size, used=0, free=size)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+
+
 def test_too_little_disk_is_told(run, monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 10, 0))
+    _free_disk(monkeypatch, 0)
     with pytest.raises(
         UserError, match=r"4 more checkpoints \(checkpoint.keep=3 and one in the making\) take"
     ):
@@ -114,6 +119,7 @@ def test_too_little_disk_is_told(run, monkeypatch):
 
 
 def test_memory_is_estimated_against_the_card(run, monkeypatch):
+    _free_disk(monkeypatch, 10**15)  # whatever this machine has
     monkeypatch.setattr(checks, "_cards", lambda: [12 * 2**30])
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     large = [
