@@ -104,7 +104,7 @@ def report(recipe: Recipe, own: Plan, best: Plan | None, fills: dict[str, float]
             "tp x dp": lambda p: f"{p.layout.tp} x {p.layout.dp}",
             "zero_stage": lambda p: str(p.layout.zero_stage),
             "engine": lambda p: p.layout.engine,
-            "tokens shared out": lambda p: _shared(p.layout),
+            "tokens shared out": lambda p: shared_out(p.layout),
             "micro_batch_tokens": lambda p: f"{p.layout.micro_batch_tokens}",
             "activation checkpointing": lambda p: (
                 "yes" if p.layout.activation_checkpointing else "no"
@@ -168,7 +168,8 @@ def _time_cell(phase: int, part: str):
     return lambda p: f"{1000 * p.phases[phase].time.parts.get(part, 0):.1f}"
 
 
-def _shared(layout: Layout) -> str:
+def shared_out(layout: Layout) -> str:
+    """How tensor-parallel ranks come by each other's tokens, in words."""
     if layout.peers:
         return "by copy engines"
     return "by collectives" if layout.sequence_parallel else "no"

@@ -15,6 +15,7 @@ from configs.loading import difference, to_dict
 from configs.memory import GIB, largest_micro_batch, training_bytes
 from configs.model import ModelConfig, parameter_count
 from configs.schema import Recipe
+from configs.sharing import SMALLEST, copy_engines_serve, may_share
 from data_prep.shards import Shards, open_shards
 from pretrain.check_disk import check_disk
 from pretrain.check_model import check_model
@@ -28,7 +29,7 @@ from pretrain.checkpoint.folder import (
     read_meta,
     resolve,
 )
-from pretrain.data.packing import SMALLEST, round_up
+from pretrain.data.packing import round_up
 from pretrain.guard import StopSignals
 from pretrain.objectives.masking import check_masking
 from pretrain.optim.choice import check_implementation
@@ -356,9 +357,8 @@ def _micro_batch(recipe: Recipe, plan: Plan, cards: list[int]) -> int:
     fits = largest_micro_batch(plan.model, parallel, plan.dp, precision, card)
     # Whether GPUs reach each other, and so keep shares of the tokens, is known only later: what
     # may fit is not refused, and what is chosen here fits either way.
-    counted = (
-        replace(parallel, sequence_parallel=True) if tokens and _may_share(recipe) else parallel
-    )
+    shares = may_share(plan.tp, parallel.sequence_parallel) and copy_engines_serve(recipe.train)
+    counted = replace(parallel, sequence_parallel=True) if tokens and shares else parallel
     need = training_bytes(plan.model, counted, plan.dp, precision, tokens or longest)
     if need > card if tokens else fits < longest:
         raise UserError(
@@ -369,18 +369,6 @@ def _micro_batch(recipe: Recipe, plan: Plan, cards: list[int]) -> int:
             "parallel.activation_checkpointing=true, raise tp, or use zero_stage=1 on more processes",
         )
     return tokens or fits
-
-
-def _may_share(recipe: Recipe) -> bool:
-    """Whether tokens are shared out where GPUs allow it (`pretrain.parallel.exchange.make_exchange`)."""
-    parallel, train = recipe.parallel, recipe.train
-    able = train.kernels == "auto" and train.precision != "fp8"
-    return (
-        parallel.tp > 1
-        and able
-        and parallel.sequence_parallel is not False
-        and SMALLEST % parallel.tp == 0
-    )
 
 
 def _check_compiler(recipe: Recipe) -> None:

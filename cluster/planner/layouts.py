@@ -11,6 +11,7 @@ from configs import UserError
 from configs.memory import activation_parts_per_token, state_parts, training_bytes
 from configs.model import ModelConfig, resolve_model
 from configs.schema import ParallelConfig, Recipe
+from configs.sharing import copy_engines_serve, may_share
 
 MICRO_BATCHES = [1024 * k for k in (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)]
 TP = (1, 2, 4, 8)
@@ -133,7 +134,7 @@ def recipe_layout(recipe: Recipe, gpus: int, gpus_per_node: int, card: Card) -> 
         recipe.train.precision,
         engine=engine_of(parallel, gpus // parallel.tp),
     )
-    layout = share_tokens(layout, parallel.sequence_parallel, card)
+    layout = share_tokens(layout, recipe, card)
     if not parallel.micro_batch_tokens:
         # As the trainer, which does not yet know whether tokens will be shared out.
         counted = replace(layout, sequence_parallel=bool(parallel.sequence_parallel))
@@ -147,15 +148,13 @@ def recipe_layout(recipe: Recipe, gpus: int, gpus_per_node: int, card: Card) -> 
     return layout
 
 
-def share_tokens(layout: Layout, wanted: bool | None, card: Card) -> Layout:
-    """With tokens shared out as the trainer will (`pretrain.parallel.exchange.make_exchange`).
-
-    wanted: parallel.sequence_parallel.
-    """
-    if layout.tp == 1 or wanted is False or layout.tp not in TP:
+def share_tokens(layout: Layout, recipe: Recipe, card: Card) -> Layout:
+    """With tokens shared out as the trainer will (`pretrain.parallel.exchange.make_exchange`)."""
+    wanted = recipe.parallel.sequence_parallel
+    if not may_share(layout.tp, wanted):
         return layout
     near = layout.tp <= layout.gpus_per_node and card.copy_engines is not None
-    peers = near and layout.precision != "fp8"
+    peers = near and copy_engines_serve(recipe.train)
     return replace(layout, sequence_parallel=peers or bool(wanted), peers=peers)
 
 
@@ -193,13 +192,7 @@ def quickest(
 ) -> Plan | None:
     """The fitting layout that ends first; among equals the one with most memory left. None: none fits."""
     plans = (
-        evaluate(
-            recipe,
-            share_tokens(layout, recipe.parallel.sequence_parallel, card),
-            card,
-            network,
-            fills,
-        )
+        evaluate(recipe, share_tokens(layout, recipe, card), card, network, fills)
         for layout in candidates(recipe, gpus, gpus_per_node)
     )
     fitting = [plan for plan in plans if plan.fits]

@@ -14,11 +14,12 @@ from statistics import NormalDist
 import numpy as np
 
 from configs.errors import UserError
+from configs.sharing import SMALLEST
 from data_prep.shards import offsets_of
 
 # Every T is a multiple of UNIT, or, where T is small, of T / 128 down to SMALLEST: fine enough that
 # rounding costs below half a percent, coarse enough for matrix units (fp8 wants 16) and any tp.
-UNIT, SMALLEST = 128, 16
+UNIT = 128
 SHAPES = 16
 _MASK_UNIT = 64
 _SWAPS, _SWAP_LIMIT = 64, 1 << 15  # at most so many, where rows x rows of a bin are no more

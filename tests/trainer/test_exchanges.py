@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from cluster.plan import shared_out
+from cluster.planner.cards import find_card
+from cluster.planner.layouts import share_tokens
+from cluster.planner.step_time import Layout
+from configs.schema import ParallelConfig, Recipe, TrainConfig
 from pretrain.kernels import plain
+from pretrain.parallel import peers
 from pretrain.parallel.exchange import Exchange, make_exchange
 from tests.trainer.launch import world
 
@@ -43,6 +52,49 @@ def test_without_gpus_tokens_are_shared_out_where_that_is_asked_for(wanted, kind
     assert type(made) is kind
     for uneven in (None, Ranks(1), Ranks(3)):
         assert make_exchange(uneven, wanted, torch.device("cpu"), plain, 1024) is None
+
+
+@pytest.mark.parametrize(
+    ("tp", "per_node", "train", "card", "wanted", "how"),
+    [
+        (1, 8, {}, "H100", None, "no"),
+        (2, 8, {}, "H100", None, "by copy engines"),
+        (2, 8, {}, "H100", True, "by copy engines"),
+        (2, 8, {}, "H100", False, "no"),
+        (3, 8, {}, "H100", None, "no"),
+        (16, 16, {}, "H100", None, "by copy engines"),
+        (16, 8, {}, "H100", True, "by collectives"),
+        (32, 32, {}, "H100", None, "no"),
+        (2, 8, {"precision": "fp8"}, "H100", None, "no"),
+        (2, 8, {"precision": "fp8"}, "H100", True, "by collectives"),
+        (2, 8, {"kernels": "plain"}, "H100", None, "no"),
+        (2, 8, {"kernels": "plain"}, "H100", True, "by collectives"),
+        (8, 4, {}, "H100", None, "no"),
+        (8, 4, {}, "H100", True, "by collectives"),
+        (2, 8, {}, "RTX4090", None, "no"),
+        (2, 8, {}, "RTX4090", True, "by collectives"),
+    ],
+)
+def test_planner_and_trainer_share_out_tokens_alike(
+    tp, per_node, train, card, wanted, how, monkeypatch
+):
+    recipe = Recipe(
+        parallel=ParallelConfig(tp, sequence_parallel=wanted), train=TrainConfig(**train)
+    )
+    layout = Layout(tp, 1, 0, 8192, gpus_per_node=per_node, precision=recipe.train.precision)
+    assert shared_out(share_tokens(layout, recipe, find_card(card))) == how
+
+    name = "fused_fp8" if recipe.train.precision == "fp8" else "fused"
+    file = Path(plain.__file__).with_name(
+        f"{name if recipe.train.kernels == 'auto' else 'plain'}.py"
+    )
+    kernels = SimpleNamespace(
+        **dict.fromkeys(re.findall(r'^    "(\w+)",$', file.read_text(), re.M))
+    )
+    near = tp <= per_node and find_card(card).copy_engines is not None
+    monkeypatch.setattr(peers, "connect", lambda *_: "by copy engines" if near else None)
+    made = make_exchange(Ranks(tp), wanted, torch.device("cuda"), kernels, 1024)
+    assert ("by collectives" if isinstance(made, Exchange) else made or "no") == how
 
 
 @pytest.mark.parametrize("step", ["empty", "rendezvous"])
