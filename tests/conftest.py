@@ -1,4 +1,4 @@
-"""Fixtures shared by all tests. Threads are pinned, since losses depend on them in the last bits."""
+"""Fixtures shared by all tests, and the same environment for them wherever they are started."""
 
 from __future__ import annotations
 
@@ -7,10 +7,19 @@ from pathlib import Path
 
 import pytest
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Whoever starts the tests may be a rank in a job, or have a mirror of the hub: none of theirs.
+_OF_THE_SHELL = (
+    *("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_", "SLURM", "OMPI_COMM_", "PMI"),
+    *("MPI_LOCAL", "MV2_COMM_", "HF_", "BENCH_"),
+)
+for _name in [name for name in os.environ if name.startswith(_OF_THE_SHELL)]:
+    del os.environ[_name]
+os.environ |= {
+    "OMP_NUM_THREADS": "1",  # losses depend on it in the last bits
+    "DS_ACCELERATOR": "cpu",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
 
 REPO = Path(__file__).resolve().parent.parent
 DATA = Path(os.environ.get("LAMBERT_DATA", REPO.parent / "shared" / "data"))
