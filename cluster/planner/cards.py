@@ -16,7 +16,7 @@ from configs import UserError
 @dataclass(frozen=True)
 class CopyEngines:
     """Of GPUs that reach each other's memory. rate: bytes/s that one sends to all the others; wait_s:
-    seconds that a linear layer's exchanges take beside their bytes, each way."""
+    seconds that an exchange takes beside its bytes."""
 
     rate: float
     wait_s: float
@@ -75,7 +75,7 @@ H100 = Card(
     bandwidth=2.9e12,
     nvlink=340e9,
     collective_latency_s=55e-6,
-    copy_engines=CopyEngines(rate=270e9, wait_s=28e-6),
+    copy_engines=CopyEngines(rate=270e9, wait_s=22e-6),
     launch_s=0.3e-3,
     update_s=3e-3,
     hook_s=105e-6,
@@ -104,7 +104,7 @@ CARDS = {
         bandwidth=1.75e12,
         nvlink=230e9,
         collective_latency_s=55e-6,
-        copy_engines=CopyEngines(rate=180e9, wait_s=28e-6),
+        copy_engines=CopyEngines(rate=180e9, wait_s=22e-6),
         launch_s=0.3e-3,
         update_s=3e-3,
         hook_s=105e-6,

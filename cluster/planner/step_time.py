@@ -174,10 +174,11 @@ def _micro_parts(
     embed = 5 * size * t * h / card.bandwidth
     if layout.peers and card.copy_engines:
         sent = size * t * h * (tp - 1) / tp
-        seen = _exchanges(linear, sent / card.copy_engines.rate, card.copy_engines.wait_s)
+        seen = exchanges_s(linear, sent / card.copy_engines.rate, card.copy_engines.wait_s)
         reduce, reduce_back = (layers * seconds for seconds in seen)
     else:
         # With sequence parallelism a sum is two collectives, and residuals' gradients are added apart.
+        # A column layer's second gathering of its input runs beside a product.
         waits = (2 if layout.sequence_parallel else 1) * card.collective_latency_s
         reduce = reduce_back = layers * 2 * all_reduce_s(size * t * h, tp, card.nvlink, waits)
     residuals = layers * 6 * size * rows * h / card.bandwidth if layout.sequence_parallel else 0.0
@@ -200,20 +201,20 @@ def _micro_parts(
     return forward, backward
 
 
-def _exchanges(
+def exchanges_s(
     linear: list[tuple[float, float, float]], link: float, wait: float
 ) -> tuple[float, float]:
     """What a layer shows of its exchanges by copy engines, forward and backward, in seconds.
 
     linear: seconds of the products (forward, for the input's gradient, for the weight's), column and
-    row layers in turn. link: what the bytes of one exchange take; wait: what a linear layer's exchanges
-    take beside them, each way. Half of a product needs nothing that is still under way, or is left when
-    the others' part has gone. Going back, a column layer makes two exchanges beside both of its
-    products (pretrain.kernels.exchanged).
+    row layers in turn. link: what the bytes of one exchange take; wait: what it takes beside them. Half
+    of a product needs nothing that is still under way, or is left when the others' part has gone. Every
+    layer makes one exchange each way, but a column layer going back two, beside both of its products
+    (pretrain.kernels.exchanged).
     """
-    forward = backward = len(linear) * wait
+    forward = backward = 0.0
     for number, (product, dgrad, wgrad) in enumerate(linear):
-        column = number % 2 == 0
-        forward += max(0.0, link - product / 2)
-        backward += max(0.0, 2 * link - dgrad / 2 - wgrad if column else link - dgrad / 2)
+        made, beside = (2, dgrad / 2 + wgrad) if number % 2 == 0 else (1, dgrad / 2)
+        forward += wait + max(0.0, link - product / 2)
+        backward += made * wait + max(0.0, made * link - beside)
     return forward, backward

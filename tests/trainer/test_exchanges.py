@@ -13,11 +13,11 @@ import torch
 from cluster.plan import shared_out
 from cluster.planner.cards import find_card
 from cluster.planner.layouts import share_tokens
-from cluster.planner.step_time import Layout
+from cluster.planner.step_time import Layout, exchanges_s
 from configs.schema import ParallelConfig, Recipe, TrainConfig
 from pretrain.kernels import plain
 from pretrain.parallel import peers
-from pretrain.parallel.exchange import Exchange, make_exchange
+from pretrain.parallel.exchange import Exchange, Gather, Sums, make_exchange
 from tests.trainer.launch import world
 
 KINDS = ["collectives", "peers", "peers too small"]
@@ -95,6 +95,39 @@ def test_planner_and_trainer_share_out_tokens_alike(
     monkeypatch.setattr(peers, "connect", lambda *_: "by copy engines" if near else None)
     made = make_exchange(Ranks(tp), wanted, torch.device("cuda"), kernels, 1024)
     assert ("by collectives" if isinstance(made, Exchange) else made or "no") == how
+
+
+class Counted(Exchange):
+    """Counts what is begun; nobody is there to answer."""
+
+    def __init__(self) -> None:
+        super().__init__(Ranks())
+        self.made = 0
+
+    def gather(self, x):
+        self.made += 1
+        return Gather(self, x.repeat(self.n, 1), lambda rank: None, lambda: None)
+
+    def sums(self, like, t, width):
+        self.made += 1
+        return OwnSums(self, like.new_zeros(self.n, t, width))
+
+
+class OwnSums(Sums):
+    def collected(self):
+        return self.place()
+
+
+def test_planner_counts_the_exchanges_that_a_layer_makes():
+    exchange = Counted()
+    x = torch.randn(4, 4, requires_grad=True)
+    w = torch.randn(4, 4, requires_grad=True)
+    for _ in range(2):  # the halves of a layer
+        middle, _ = plain.gathered_linear(x, w, None, exchange)
+        x = plain.scattered_linear(middle, w, exchange)
+    forward, exchange.made = exchange.made, 0
+    x.sum().backward()
+    assert exchanges_s([(1.0, 1.0, 1.0)] * 4, link=0.0, wait=1.0) == (forward, exchange.made)
 
 
 @pytest.mark.parametrize("step", ["empty", "rendezvous"])
