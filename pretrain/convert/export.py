@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
@@ -48,6 +48,7 @@ def export(
     dtype: str = "fp32",
     vocab: Path | None = None,
     shard_bytes: int = SHARD_BYTES,
+    accept: Callable[[Path], object] = lambda fresh: None,
 ) -> Path:
     """Writes `out` with weights, config, fast tokenizer and model card, and compares it by reloading.
 
@@ -57,6 +58,8 @@ def export(
     Args:
         dtype: fp32 | bf16, of the weights on disk. vocab: tokenizer folder, None = the run's.
         shard_bytes: larger weights are split into several safetensors files.
+        accept: called with the finished folder before it takes the place of `out`, which stays as it
+            was if this raises.
 
     Raises:
         UserError: no or damaged checkpoint, tokenizer of another size, `out` is something else,
@@ -82,6 +85,7 @@ def export(
         difference = self_check(fresh, model)
         del model
         sync_folder(fresh)
+        accept(fresh)
         _refuse_others(out)
     say(f"{out}: update {meta.get('step', 0)}, {dtype}; logits differ by {difference:.1e} at most")
     return out

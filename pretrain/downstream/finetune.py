@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from configs import UserError, say
 from configs.files import named
-from pretrain.downstream.loading import RANDOM, split_random
+from pretrain.downstream.loading import split_random
 from pretrain.downstream.readers import read_splits
 from pretrain.downstream.tasks import TASKS, Settings, Task, find_task
 
@@ -49,31 +48,14 @@ def main(argv: Sequence[str]) -> int:
     sizes = ", ".join(f"{len(rows)} {split}" for split, rows in splits.items())
     say(f"{task.name}: {sizes} examples; lr {settings.lrs} x seeds {settings.seeds}")
     out = named(options.out)
-    model = _resolve(options.model, out)
 
     from pretrain.downstream.grid import as_markdown, run_grid
 
-    table = run_grid(task, settings, splits, model, out, layers, not options.no_model)
+    table = run_grid(task, settings, splits, options.model, out, layers, not options.no_model)
     print(as_markdown(task, table), end="")
     best = " and the best model" if (out / "best").is_dir() else ""
     say(f"table, results.json, predictions{best} are in {out}")
     return 0
-
-
-def _resolve(model: str, out: Path) -> str:
-    """An HF folder or hub name as it is; a run or checkpoint is exported next to the results."""
-    name, random = split_random(model)
-    folder = Path(name)
-    if not folder.exists() or (folder / "config.json").is_file():
-        return model
-    from pretrain.convert.export import export
-    from pretrain.downstream.grid import GRID, lock
-
-    # Always anew: an export left from another checkpoint would be scored in this one's name (B53).
-    # Not while a fine-tuning runs here, which loads that export for each of its rates and seeds.
-    with lock(out) if (out / GRID).is_file() else nullcontext():
-        exported = str(export(folder, out.with_name(out.name + "-model")))
-    return RANDOM + exported if random else exported
 
 
 def _settings(task: Task, options: Any) -> Settings:

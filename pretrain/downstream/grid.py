@@ -6,6 +6,8 @@ import json
 import shutil
 import sys
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
@@ -18,7 +20,13 @@ from configs.files import LOCK, lock_folder, publish_text, read_json
 from pretrain.convert.hf import refused_writes
 from pretrain.downstream import metrics
 from pretrain.downstream.kinds import Choice, Classify, Feature, Kind, Regress, Row, Tag
-from pretrain.downstream.loading import load_for_task, load_tokenizer, split_random, weights_digest
+from pretrain.downstream.loading import (
+    RANDOM,
+    load_for_task,
+    load_tokenizer,
+    split_random,
+    weights_digest,
+)
 from pretrain.downstream.questions import Question
 from pretrain.downstream.tasks import Settings, Task
 
@@ -48,25 +56,40 @@ def run_grid(
     """Trains and scores every (lr, seed); returns and writes the table with mean and spread.
 
     A pair that `out` already holds is not trained again, and a folder of another model, data or
-    setting is refused, so that nothing is overwritten or mixed.
+    setting is refused, so that nothing is overwritten or mixed. One at a time in `out`.
 
     Args:
-        model: folder, hub name or `random:FOLDER`.
+        model: HF folder, hub name, `random:FOLDER`, or a run or checkpoint, which is exported to
+            `out`-model.
         layers: "" trains the whole model; last | sum | concat freezes it under a BiLSTM.
     """
-    tokenizer = load_tokenizer(model, settings.max_length)
-    kind = KINDS[task.kind](task, settings, tokenizer)
-    kind.learn_labels(splits["train"], f"{task.name} train")
-    features = {split: kind.encode(rows, split) for split, rows in splits.items()}
     results = []
-    with _claim(out, _identity(task, settings, splits, model, layers)):
+    place = _place(model, out)
+    identity = _identity(task, settings, splits, place, layers)
+    with ExitStack() as held:
+
+        def claim(folder: str) -> None:
+            identity["weights"] = weights_digest(folder)
+            held.enter_context(_claim(out, identity))
+
+        if out.exists():  # refused before the work
+            _claim(out, identity).close()
+        if place != model:
+            _export(model, place, claim)
+        tokenizer = load_tokenizer(place, settings.max_length)
+        kind = KINDS[task.kind](task, settings, tokenizer)
+        kind.learn_labels(splits["train"], f"{task.name} train")
+        features = {split: kind.encode(rows, split) for split, rows in splits.items()}
+        if place == model:  # no earlier: what is refused makes no folder
+            claim(place)
+        publish_text(out / GRID, json.dumps(identity, indent=2))
         best_seen = _best_so_far(out, task.metrics[0])
         for lr, seed in product(settings.lrs, settings.seeds):
             folder = out / "runs" / f"lr{lr:g}-seed{seed}"
             done = folder / "result.json"
             if not done.is_file():
                 trainer, result = _train_one(
-                    kind, model, splits, features, folder, lr, seed, layers
+                    kind, place, splits, features, folder, lr, seed, layers
                 )
                 if save_best and not result["diverged"] and result[task.metrics[0]] > best_seen:
                     with refused_writes(out / "best"):
@@ -211,25 +234,37 @@ def _identity(
     return {
         "task": task.name,
         "model": split_random(model)[0],
-        "weights": weights_digest(model),
         "data": data,
         "layers": layers,
         **fixed,
     }
 
 
+def _place(model: str, out: Path) -> str:
+    """An HF folder or hub name as it is; of a run or checkpoint, where its export goes."""
+    name, random = split_random(model)
+    if not Path(name).exists() or (Path(name) / "config.json").is_file():
+        return model
+    exported = str(out.with_name(out.name + "-model"))
+    return RANDOM + exported if random else exported
+
+
+def _export(model: str, place: str, claim: Callable[[str], None]) -> None:
+    """A run or checkpoint to `place`, once the results' folder is claimed for its weights. Always anew:
+    an export left from another checkpoint would be scored in this one's name (B53)."""
+    from pretrain.convert.export import export
+
+    run, random = split_random(model)
+    target, _ = split_random(place)
+    export(Path(run), Path(target), accept=lambda fresh: claim(f"{RANDOM * random}{fresh}"))
+
+
 def _claim(out: Path, identity: dict[str, Any]) -> TextIO:
     """`out` as this grid's own; other processes stay out of it until the file returned is closed."""
     _refuse_others(out, identity)
-    held = lock(out)
+    held = lock_folder(out, "fine-tuning", "name another --out")
     _refuse_others(out, identity)  # who was faster may have left other results
-    publish_text(out / GRID, json.dumps(identity, indent=2))
     return held
-
-
-def lock(out: Path) -> TextIO:
-    """Keeps other fine-tunings out of `out` while the file returned is open; UserError for the second."""
-    return lock_folder(out, "fine-tuning", "name another --out")
 
 
 def _refuse_others(out: Path, identity: dict[str, Any]) -> None:

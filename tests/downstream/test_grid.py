@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
 from dataclasses import replace
@@ -80,23 +81,69 @@ def test_results_of_other_data_or_weights_are_not_mixed(tmp_path: Path, tiny_mod
         run_grid(TASKS["classify"], QUICK, films(8), str(tiny_model), tmp_path / "busy")
 
 
-def test_a_running_grid_keeps_the_model_it_loads(
-    tmp_path: Path, tiny_model: Path, monkeypatch
-) -> None:
-    """A run that is fine-tuned is exported beside the results, and a second command for the same
-    place would export a later checkpoint over it before it is refused."""
+def command_for(tmp_path: Path, tiny_model: Path) -> list[str]:
+    """Fine-tunes a run, whose export goes beside the results."""
     run = import_model(tiny_model, tmp_path / "run")
-    lines = "\n".join(map(json.dumps, films(8)["train"]))
-    (tmp_path / "t.jsonl").write_text(lines)
     file = str(tmp_path / "t.jsonl")
+    Path(file).write_text("\n".join(map(json.dumps, films(8)["train"])))
     command = ["classify", "--model", str(run), "--out", str(tmp_path / "out"), "--train", file]
-    command += ["--dev", file, "--lr", "1e-3", "--epochs", "1", "--no-model"]
+    return [*command, "--dev", file, "--lr", "1e-3", "--epochs", "1", "--no-model"]
+
+
+def test_a_running_grid_keeps_the_model_it_loads(tmp_path: Path, tiny_model: Path) -> None:
+    """A second command for the same place would export a later checkpoint over it before it is
+    refused, whether for the first one at work or for the results that it has left."""
+    command = command_for(tmp_path, tiny_model)
     assert main(command) == 0
     exported = (tmp_path / "out-model/lambert.json").stat().st_ino
     busy = pytest.raises(UserError, match="another fine-tuning is running")
     with lock_folder(tmp_path / "out", "fine-tuning"), busy:
         main(command)
+    later = copy_with(tiny_model, tmp_path / "later", lambda t: {k: 2 * v for k, v in t.items()})
+    other = import_model(later, tmp_path / "other")
+    for change in ("--epochs=2", f"--model={other}", f"--model=random:{tmp_path / 'run'}"):
+        with pytest.raises(UserError, match="holds results with another"):
+            main([*command, change])
     assert (tmp_path / "out-model/lambert.json").stat().st_ino == exported
+    assert not list(tmp_path.glob(".out-model*"))
+
+
+def test_nothing_is_exported_beside_a_folder_of_other_things(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    command = command_for(tmp_path, tiny_model)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/notes.txt").write_text("keep")
+    with pytest.raises(UserError, match="no fine-tuning folder"):
+        main(command)
+    assert not list(tmp_path.glob("*out-model*"))
+
+
+@pytest.mark.parametrize(
+    ("moment", "refusal"),
+    [
+        ("pretrain.convert.self_check.self_check", "another making of out-model is running"),
+        ("pretrain.downstream.grid.load_tokenizer", "another fine-tuning is running"),
+    ],
+)
+def test_of_two_fine_tunings_started_at_once_the_second_is_refused(
+    moment, refusal, tmp_path: Path, tiny_model: Path, monkeypatch
+) -> None:
+    """While the first exports, and between its export and its training."""
+    command, first = command_for(tmp_path, tiny_model), []
+    module, _, name = moment.rpartition(".")
+    real = getattr(importlib.import_module(module), name)
+
+    def then_the_second(*args):
+        if not first:
+            first.append(command)
+            with pytest.raises(UserError, match=refusal):
+                main(command)
+        return real(*args)
+
+    monkeypatch.setattr(moment, then_the_second)
+    assert main(command) == 0
+    assert first and (tmp_path / "out/results.json").is_file()
 
 
 def copy_with(folder: Path, target: Path, change) -> Path:
