@@ -8,6 +8,7 @@ from typing import Any
 
 from bench.five_minute_finetune import LONG, LONG_EPOCHS, TASKS, collect
 from bench.five_minute_runs import SIDES
+from configs.files import read_json
 from configs.log import read_log
 from pretrain.checkpoint.folder import checkpoints, read_meta
 from pretrain.optim.budget import CLOCK_STARTS, FREE_UPDATES
@@ -139,7 +140,4 @@ def _cell(entry: Any) -> str:
 
 
 def _json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return values
+    return read_json(file, "train and score that model again") if file.is_file() else {}

@@ -70,10 +70,17 @@ def find_run(text: str) -> Path:
 def screen(folder: Path) -> str:
     """The whole screen as text."""
     record = folder / "slurm" / "chain.json"
-    if not record.is_file():
-        lines = [str(folder), "", "no jobs are known: this run was not submitted with SLURM", ""]
-        return "\n".join([*lines, *progress(folder)]) + "\n"
-    return "\n".join(chain_screen(folder, read_json(record, REMEDY))) + "\n"
+    chain, why = None, "this run was not submitted with SLURM"
+    try:
+        chain = read_json(record, REMEDY) if record.is_file() else None
+    except UserError as error:
+        why = str(error)
+    lines = (
+        chain_screen(folder, chain)
+        if chain
+        else [str(folder), "", f"no jobs are known: {why}", "", *progress(folder)]
+    )
+    return "\n".join(lines) + "\n"
 
 
 def chain_screen(folder: Path, chain: dict[str, Any]) -> list[str]:
@@ -147,14 +154,16 @@ def progress(folder: Path) -> list[str]:
     updates = [r for r in records if r.get("kind", "train") == "train" and "loss" in r]
     if not updates:
         return ["training: no update yet"]
-    last, total = updates[-1], total_updates(folder)
-    lines = [f"training: update {last['step']}/{total} ({100 * last['step'] / max(total, 1):.0f}%)"]
+    last, (total, trouble) = updates[-1], total_updates(folder)
+    share = f"{total} ({100 * last['step'] / total:.0f}%)" if total else "?"
+    lines = [f"training: update {last['step']}/{share}"]
     lines[0] += (
         f", loss {last['loss']:.4f}, lr {last.get('lr', 0):.3g}, {last['tokens_per_s']:,.0f} tokens/s"
     )
     pace = seconds_per_update(updates)
     if pace and last["step"] < total:
         lines[0] += f", ETA {duration(pace * (total - last['step']))} of running"
+    lines += [f"  {trouble}"] if trouble else []
     if "time" in last:
         lines.append(f"  last update {duration(max(time.time() - last['time'], 0))} ago")
     evals = [r for r in records if r.get("kind") == "eval"]
@@ -189,15 +198,19 @@ def seconds_per_update(updates: list[dict[str, Any]]) -> float:
     return sorted(gaps)[len(gaps) // 2] if gaps else 0.0
 
 
-def total_updates(folder: Path) -> int:
-    """Updates of all phases of the recipe as submitted, or as the training noted it."""
-    submitted = folder / "slurm" / "recipe.yaml"
-    noted = folder / "train" / "recipe.json"  # JSON is YAML
-    file = submitted if submitted.is_file() else noted
-    try:
-        return sum(phase["steps"] for phase in yaml.safe_load(file.read_text())["phases"])
-    except (yaml.YAMLError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{file} is damaged: {error}", REMEDY) from None
+def total_updates(folder: Path) -> tuple[int, str]:
+    """(updates of all phases of the recipe as submitted, or as the training noted it; 0 = unknown,
+    which file is damaged)."""
+    trouble = ""
+    for name in ("slurm/recipe.yaml", "train/recipe.json"):  # JSON is YAML
+        file = folder / name
+        if file.is_file():
+            try:
+                phases = yaml.safe_load(file.read_text())["phases"]
+                return sum(phase["steps"] for phase in phases), trouble
+            except (yaml.YAMLError, ValueError, KeyError, TypeError):
+                trouble = f"{file} is damaged: {REMEDY}"
+    return 0, trouble
 
 
 def tail(path: Path) -> list[str]:

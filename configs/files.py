@@ -98,16 +98,19 @@ def folder_beside(out: Path) -> Iterator[Path]:
         (out / LOCK).unlink(missing_ok=True)
 
 
-def read_json(path: Path, remedy: str) -> Any:
-    """What one of our own small JSON files says.
+def read_json(path: Path, remedy: str) -> dict[str, Any]:
+    """What one of our own small JSON files says, an object each.
 
     Raises:
         UserError: it is damaged; with the remedy.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"{path} is damaged: {error}", remedy) from None
+    if not isinstance(values, dict):
+        raise UserError(f"{path} is damaged: it holds no JSON object", remedy)
+    return values
 
 
 def publish(path: Path, write: Callable[[BinaryIO], object], durable: bool = True) -> None:

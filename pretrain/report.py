@@ -80,7 +80,8 @@ def train_folder(run: str | Path) -> Path:
 
 
 def load_run(run: str | Path) -> Run:
-    """Reads a run's log; errors as `train_folder`, and for a log without one finished update."""
+    """Reads a run's log; errors as `train_folder`, and for a log without one finished update. A damaged
+    recipe.json is named and left out."""
     folder = train_folder(run)
     records = read_log(folder / LOG)
     by_kind: dict[str, list[dict[str, Any]]] = {"train": [], "eval": [], "event": []}
@@ -89,7 +90,13 @@ def load_run(run: str | Path) -> Run:
     if not by_kind["train"]:
         raise UserError(f"{folder / LOG}: no update is finished yet", "try again later")
     recipe_file = folder / "recipe.json"
-    recipe = read_json(recipe_file, "training on writes it anew") if recipe_file.is_file() else {}
+    recipe: dict[str, Any] = {}
+    try:
+        recipe = (
+            read_json(recipe_file, "training on writes it anew") if recipe_file.is_file() else {}
+        )
+    except UserError as error:
+        say(f"warning: {error}")
     name = recipe.get("name") or folder.resolve().parent.name
     return Run(name, folder, by_kind["train"], by_kind["eval"], by_kind["event"], recipe)
 
@@ -107,9 +114,8 @@ def curve(records: list[dict[str, Any]], key: str) -> tuple[np.ndarray, np.ndarr
     return steps, values
 
 
-def plot_loss(train_dir: str | Path, png: str | Path) -> Path:
+def plot_loss(run: Run, png: str | Path) -> Path:
     """The loss curve of one run as a PNG: training, held-out, and the unigram line."""
-    run = load_run(train_dir)
     figure, axes = _figure(7.5, 4.2)
     axes.plot(*curve(run.train, "mlm_loss"), lw=1, label="MLM, training batches")
     if run.evals:
@@ -244,6 +250,6 @@ def main(argv: list[str]) -> int:
     page = Path(options.output) if options.output else runs[0].folder / "report.html"
     make_folder(page.parent)
     page.write_text(render(runs), encoding="utf-8")
-    picture = plot_loss(runs[0].folder, page.with_name("loss.png"))
+    picture = plot_loss(runs[0], page.with_name("loss.png"))
     say(f"report: {page}\nloss curve: {picture}")
     return 0

@@ -90,6 +90,37 @@ def test_a_run_without_slurm_shows_its_training(tmp_path, monkeypatch):
         assert text in screen, text
 
 
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"phases": 3}'])
+def test_a_damaged_recipe_is_named_and_the_log_shown(run, content):
+    write_training(run, 25)
+    (run / "slurm" / "recipe.yaml").write_text(content)
+    screen = status.screen(run)  # the trainer's own says it too
+    assert "update 25/150 (17%)" in screen and "recipe.yaml is damaged" in screen
+    (run / "train" / "recipe.json").write_text(content)
+    screen = status.screen(run)
+    for text in (
+        "update 25/?, loss 6.5",
+        "recipe.json is damaged",
+        "prep               7",
+        "step-0",
+    ):
+        assert text in screen, text
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]"])
+def test_a_damaged_list_of_jobs_is_named_and_the_training_shown(run, content):
+    write_training(run, 25)
+    (run / "slurm" / "chain.json").write_text(content)
+    screen = status.screen(run)
+    assert "chain.json is damaged" in screen and "update 25/150 (17%)" in screen
+
+
+def test_a_run_without_any_recipe_shows_its_training(tmp_path):
+    write_training(tmp_path, 25)
+    (tmp_path / "train" / "recipe.json").unlink()
+    assert "update 25/?" in status.screen(tmp_path)
+
+
 def test_where_nothing_was_submitted_or_trained(tmp_path):
     with pytest.raises(UserError, match="nothing submitted, nothing trained"):
         status.find_run(str(tmp_path))

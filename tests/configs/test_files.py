@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from configs import UserError
-from configs.files import lock_folder, make_folder, named, publish, publish_text
+from configs.files import lock_folder, make_folder, named, publish, publish_text, read_json
 
 
 def test_a_file_is_whole_or_as_it_was(tmp_path):
@@ -22,6 +22,14 @@ def test_a_file_is_whole_or_as_it_was(tmp_path):
         publish(path, fail)
     assert path.read_bytes() == "é\r\nold\n".encode()
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\0\0", b'{"a": "\xff"}'])
+def test_a_damaged_note_is_named(content, tmp_path):
+    (tmp_path / "note.json").write_bytes(content)
+    with pytest.raises(UserError, match="note.json is damaged") as caught:
+        read_json(tmp_path / "note.json", "make it anew")
+    assert caught.value.remedy == "make it anew"
 
 
 def test_one_at_a_time_in_a_folder(tmp_path):

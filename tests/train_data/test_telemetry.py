@@ -170,6 +170,16 @@ def test_report_is_one_page_with_both_runs_and_nothing_to_fetch(two_runs, capsys
     assert (two_runs[0] / "train" / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_damaged_recipe_is_named_and_the_log_reported(tmp_path, capsys) -> None:
+    train(tmp_path / "one" / "train")
+    noted = tmp_path / "one" / "train" / "recipe.json"
+    noted.write_text("[]")
+    assert main([str(tmp_path / "one")]) == 0
+    assert capsys.readouterr().out.count(f"{noted} is damaged") == 1
+    page = (noted.parent / "report.html").read_text()
+    assert ">one<" in page and "6.0000" in page and "22,000" in page
+
+
 def test_runs_of_one_name_are_told_apart_by_folder(tmp_path) -> None:
     for place in ("a", "b"):
         train(tmp_path / place / "train", name="same")
@@ -199,7 +209,7 @@ def test_plot_of_a_run_without_evaluation(tmp_path) -> None:
     t = telemetry(tmp_path)
     t.update(1, {"loss": 1.0, "mlm_loss": 1.0}, BATCH, 1.0)
     t.close()
-    assert plot_loss(tmp_path, tmp_path / "l.png").stat().st_size > 1000
+    assert plot_loss(load_run(tmp_path), tmp_path / "l.png").stat().st_size > 1000
 
 
 def test_what_is_no_run_is_named(tmp_path, repo) -> None:
