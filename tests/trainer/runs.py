@@ -1,20 +1,20 @@
-"""A small recipe on synthetic shards, and the train command on it in subprocesses."""
+"""A small recipe on synthetic shards, and the train command on it in processes of its own."""
 
 from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from cluster.environment import free_port
 from configs.loading import load_recipe
 from configs.log import read_log
 from pretrain import checks
+from tests import forked
 from tests.synthetic import make_shards
-from tests.trainer.launch import REPO
+from tests.trainer import sabotage
 
 RECIPE = """
 name: small
@@ -54,49 +54,33 @@ def fresh(base: Path, folder: Path) -> Path:
     return folder
 
 
-def environment(**more: str) -> dict[str, str]:
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(REPO)}
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        env.pop(name, None)
-    return {**env, **more}
-
-
-def start(
-    run: Path, *overrides: str, size: int = 1, accident: str = "none:0"
-) -> list[subprocess.Popen]:
-    """The ranks of a training as bare processes, each with its output in run/rank-N.out."""
+def start(run: Path, *overrides: str, size: int = 1, accident: str = "none:0") -> list[BaseProcess]:
+    """The ranks of a training, each with its output in run/rank-N.out."""
     port = str(free_port())
     out = []
     for rank in range(size):
-        env = environment()
+        env = {}
         if size > 1:
             env |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
             env |= {"LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        command = [
-            sys.executable,
-            "-m",
-            "tests.trainer.sabotage",
-            accident,
-            str(run / "recipe.yaml"),
-        ]
-        with open(run / f"rank-{rank}.out", "wb") as log:
-            out.append(
-                subprocess.Popen([*command, *overrides], env=env, cwd=REPO, stdout=log, stderr=log)
-            )
+        arguments = (accident, [str(run / "recipe.yaml"), *overrides])
+        out.append(forked.start(sabotage.train, *arguments, log=run / f"rank-{rank}.out", **env))
     return out
 
 
-def finish(processes: list[subprocess.Popen], timeout: float = 600) -> list[int]:
+def finish(processes: list[BaseProcess], timeout: float = 600) -> list[int | None]:
     """Exit codes; kills what is left after the time-out."""
     end = time.monotonic() + timeout
     try:
-        return [p.wait(max(0.1, end - time.monotonic())) for p in processes]
+        for p in processes:
+            p.join(max(0.1, end - time.monotonic()))
+        return [p.exitcode for p in processes]
     finally:
         for p in processes:
             p.kill()
 
 
-def train(run: Path, *overrides: str, size: int = 1, accident: str = "none:0") -> list[int]:
+def train(run: Path, *overrides: str, size: int = 1, accident: str = "none:0") -> list[int | None]:
     return finish(start(run, *overrides, size=size, accident=accident))
 
 
@@ -127,9 +111,9 @@ def wait_for_step(run: Path, step: int, timeout: float = 300) -> None:
     raise AssertionError(f"update {step} was not reached:\n{output(run)}")
 
 
-def interrupt(processes: list[subprocess.Popen], number: int = signal.SIGTERM) -> None:
+def interrupt(processes: list[BaseProcess], number: int = signal.SIGTERM) -> None:
     for p in processes:
-        p.send_signal(number)
+        os.kill(p.pid, number)
 
 
 def plan(run: Path, *overrides: str, world: int = 1) -> checks.Plan:

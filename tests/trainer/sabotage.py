@@ -1,6 +1,6 @@
-"""`python -m tests.trainer.sabotage WHAT RECIPE key=value ...`: the train command with an accident.
+"""The train command with an accident.
 
-WHAT is kind:number[:rank], for this process if its RANK is `rank` (default: any):
+It is kind:number[:rank], for this process if its RANK is `rank` (default: any):
     update:7    kill -9 before update 7            save:2     kill -9 in the middle of the 2nd save
     nan:7       the loss is NaN from update 7 on   nan:7-9    in updates 7 to 9
     hang:7      the process stops doing anything before update 7
@@ -133,19 +133,16 @@ def reach_each_other() -> None:
     micro.Micro.__call__ = recorded  # type: ignore[method-assign]
 
 
-def main() -> int | None:
-    from pretrain.train import main as train
+def train(accident: str, argv: list[str]) -> None:
+    """Leaves the process with the exit code of the train command."""
+    from pretrain.train import main
 
-    if any(a.startswith("train.precision=fp16") for a in sys.argv):
+    if "train.precision=fp16" in argv:
         import pretrain.checks as checks
 
         checks._cards = lambda: [80 * 2**30]
-    if sys.argv[1].startswith("peers"):
+    if accident.startswith("peers"):
         reach_each_other()
     else:
-        arm(sys.argv[1])
-    return train(sys.argv[2:])
-
-
-if __name__ == "__main__":
-    run_cli(main)
+        arm(accident)
+    run_cli(lambda: main(argv))

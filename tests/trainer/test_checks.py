@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import subprocess
@@ -16,8 +17,7 @@ from configs.model import resolve_model
 from configs.schema import ModelConfig, ParallelConfig
 from pretrain import checks
 from tests.synthetic import make_shards
-from tests.trainer.launch import REPO
-from tests.trainer.runs import environment, make_run, plan
+from tests.trainer.runs import make_run, plan
 
 REFUSED = [
     (["parallel.tp=3"], 2, r"parallel.tp=3 does not divide the 2 processes"),
@@ -212,7 +212,7 @@ def test_a_next_sentence_head_is_refused_on_rows_without_one(run, tmp_path):
     assert not plan(run, where, "model.nsp_head=false").model.nsp_head
 
 
-def test_refusals_need_no_torch(run):
+def test_refusals_need_no_torch(run, repo):
     code = f"""
         import sys
         from configs.errors import UserError
@@ -229,25 +229,23 @@ def test_refusals_need_no_torch(run):
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
-        cwd=REPO,
-        env=environment(),
+        cwd=repo,
         capture_output=True,
         text=True,
     )
     assert done.stdout == "refused []\n", done.stderr
 
 
-def test_a_port_in_use_is_told_without_a_stack_trace(run):
+def test_a_port_in_use_is_told_without_a_stack_trace(run, repo):
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         port = str(holder.getsockname()[1])
-        env = environment(
-            RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=port
-        )
+        env = {**os.environ, "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         done = subprocess.run(
             [sys.executable, "-m", "pretrain", "train", str(run / "recipe.yaml")],
-            cwd=REPO, env=env, capture_output=True, text=True,
+            cwd=repo, env=env, capture_output=True, text=True,
         )  # fmt: skip
     assert done.returncode == 2
     assert port in done.stderr
@@ -255,11 +253,10 @@ def test_a_port_in_use_is_told_without_a_stack_trace(run):
 
 
 @pytest.mark.parametrize("before", [[], ["demo", "parallel.tp=2"]])
-def test_help_says_how_to_start(before):
+def test_help_says_how_to_start(before, repo):
     done = subprocess.run(
         [sys.executable, "-m", "pretrain", "train", *before, "--help"],
-        cwd=REPO,
-        env=environment(),
+        cwd=repo,
         capture_output=True,
         text=True,
     )

@@ -17,10 +17,9 @@ from configs.log import read_log
 from pretrain.checkpoint import latest, load_logical, read_meta, save_logical
 from pretrain.checkpoint.folder import checkpoints
 from tests.downstream.test_blimp import blimp_file
-from tests.trainer.launch import REPO
+from tests.forked import REPO
 from tests.trainer.runs import (
     UPDATES,
-    environment,
     evaluations,
     finish,
     fresh,
@@ -290,7 +289,6 @@ def test_gpu_memory_running_out_is_a_message(whole, tmp_path):
 def by_launcher(run: Path, *command: str) -> dict[int, float]:
     done = subprocess.run(
         [*command, str(run / "recipe.yaml"), "train.stop_at=6"],
-        env=environment(),
         cwd=REPO,
         capture_output=True,
         text=True,
