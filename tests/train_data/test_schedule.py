@@ -47,6 +47,7 @@ def test_published_recipes_of_64k_and_32k() -> None:
 @pytest.mark.parametrize("name", ["bert-base", "megatron-1.3b", "megatron-3.9b", "megatron-8.3b"])
 def test_shipped_recipes_can_be_followed(name) -> None:
     recipe = load_recipe(name)
+    assert not recipe.optimizer.adapt_bias_and_norm  # as where their rates come from
     model = resolve_model(recipe.model, 30522)
     assert model.num_heads % recipe.parallel.tp == 0
     for k, p in enumerate(recipe.phases):
