@@ -34,7 +34,13 @@ def _weight_gradient8(
     a_desc, b_desc, main, a_scale, b_scale, M, N, K,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """main fp32 [M, N] += a [M, K] b [N, K]^T."""
+    """main fp32 [M, N] += a [M, K] b [N, K]^T.
+
+    Hopper's 8-bit products are summed with 14 bits, here over all K tokens of a micro-batch, and what
+    does not fit is cut off. Where all tokens pull one way, the sum comes out too small by 1.1% at 16384
+    tokens and 4% at 65536 (computed, not measured; LAMB takes no notice of a factor that a whole tensor
+    has in every update). Smaller parallel.micro_batch_tokens make it less.
+    """
     tile = tl.program_id(0)
     wide = tl.cdiv(N, BN)
     first = tile // (GROUP * wide) * GROUP
