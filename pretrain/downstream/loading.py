@@ -54,15 +54,18 @@ def load_for_task(auto_class: Any, model: str, **settings: Any) -> PreTrainedMod
     """`auto_class.from_pretrained(model)` that stops when an encoder weight was not loaded (B53).
 
     Only the task head may be new, and the pooler where the pretraining had none (no NSP). The
-    counts of loaded, new and unused tensors are printed.
+    counts of loaded, new and unused tensors are printed. Weights are fp32 whatever the file has:
+    most updates of a fine-tuning are smaller than a rounding of bf16.
 
     Args:
         model: folder or hub name; `random:FOLDER` gives fresh weights in that shape.
         settings: passed on to the config (num_labels, id2label, ...).
     """
+    import torch
     from transformers import AutoConfig
 
     name, random = split_random(model)
+    settings["dtype"] = torch.float32
     if random:
         fresh: PreTrainedModel = auto_class.from_config(
             AutoConfig.from_pretrained(name, **settings)
@@ -75,10 +78,12 @@ def load_for_task(auto_class: Any, model: str, **settings: Any) -> PreTrainedMod
         why = str(error).splitlines()[0]
         raise UserError(f"{name}: not loaded ({why})", _way_out(name, why)) from None
     encoder = f"{loaded.base_model_prefix}."
+    if not hasattr(loaded, loaded.base_model_prefix):
+        encoder = ""  # a bare encoder: all that it has
     missing = sorted(info["missing_keys"])
     mismatched = [str(entry[0]) for entry in info["mismatched_keys"]]
-    lost = [key for key in missing if key.startswith(encoder) and ".pooler." not in key]
-    new_pooler = [key for key in missing if key.startswith(encoder) and ".pooler." in key]
+    lost = [key for key in missing if key.startswith(encoder) and "pooler." not in key]
+    new_pooler = [key for key in missing if key.startswith(encoder) and "pooler." in key]
     if new_pooler and "BertForMaskedLM" not in (loaded.config.architectures or []):
         lost += new_pooler
     wrong = [key for key in mismatched if key.startswith(encoder)]
@@ -91,7 +96,8 @@ def load_for_task(auto_class: Any, model: str, **settings: Any) -> PreTrainedMod
     if lost or wrong:
         raise UserError(
             f"{name}: {len(lost) + len(wrong)} encoder weights were not loaded, first {(lost + wrong)[0]}",
-            f"names in the file must start with {encoder} and fit its config; only the task head may be new",
+            f"names in the file must start with {loaded.base_model_prefix}. and fit its config; only"
+            " the task head may be new",
         )
     return loaded
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,8 +16,9 @@ from configs.files import lock_folder
 from pretrain.convert.importing import import_model
 from pretrain.downstream.finetune import main
 from pretrain.downstream.grid import run_grid
-from pretrain.downstream.loading import load_for_task, load_tokenizer, weights_digest
+from pretrain.downstream.loading import weights_digest
 from pretrain.downstream.tasks import TASKS, Settings
+from tests.downstream.test_loading import copy_with
 
 QUICK = Settings(lrs=(1e-3,), seeds=(1,), epochs=1, batch=8, max_length=16)
 
@@ -146,15 +146,6 @@ def test_of_two_fine_tunings_started_at_once_the_second_is_refused(
     assert first and (tmp_path / "out/results.json").is_file()
 
 
-def copy_with(folder: Path, target: Path, change) -> Path:
-    from safetensors.torch import load_file, save_file
-
-    shutil.copytree(folder, target)
-    tensors = load_file(folder / "model.safetensors")
-    save_file(change(tensors), target / "model.safetensors", metadata={"format": "pt"})
-    return target
-
-
 def test_b53_other_weights_give_other_results(tmp_path: Path, tiny_model: Path) -> None:
     """Three checkpoints of one shape: digests, losses and files differ."""
     outputs = []
@@ -174,73 +165,6 @@ def test_b53_other_weights_give_other_results(tmp_path: Path, tiny_model: Path) 
         outputs.append((out / "runs/lr0.001-seed1/predictions-dev.jsonl").read_text())
     assert len(set(outputs)) == 3
     assert len({weights_digest(str(tmp_path / f"step{s}")) for s in range(3)}) == 3
-
-
-def test_b53_an_extra_prefix_stops_the_run(tmp_path: Path, tiny_model: Path) -> None:
-    from transformers import AutoModelForSequenceClassification as Auto
-
-    bad = copy_with(tiny_model, tmp_path / "bad", lambda t: {f"model.{k}": v for k, v in t.items()})
-    with pytest.raises(UserError, match="encoder weights were not loaded, first bert."):
-        load_for_task(Auto, str(bad), num_labels=2)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "bert.encoder.layer.1.output.dense.weight",
-        "bert.embeddings.word_embeddings.weight",
-        "bert.pooler.dense.bias",
-    ],
-)
-def test_a_missing_encoder_weight_stops_the_run(
-    tmp_path: Path, tiny_model: Path, name: str
-) -> None:
-    from transformers import AutoModelForSequenceClassification as Auto
-
-    bad = copy_with(
-        tiny_model, tmp_path / "bad", lambda t: {k: v for k, v in t.items() if k != name}
-    )
-    with pytest.raises(UserError, match=f"first {name}"):
-        load_for_task(Auto, str(bad), num_labels=2)
-
-
-def test_only_head_and_untrained_pooler_may_be_new(
-    tmp_path: Path, tiny_model: Path, capsys
-) -> None:
-    """A model pretrained without NSP has no pooler; its config says so."""
-    from transformers import AutoModelForSequenceClassification as Auto
-
-    bare = copy_with(
-        tiny_model, tmp_path / "bare", lambda t: {k: v for k, v in t.items() if "pooler" not in k}
-    )
-    config = json.loads((bare / "config.json").read_text())
-    (bare / "config.json").write_text(json.dumps({**config, "architectures": ["BertForMaskedLM"]}))
-    load_for_task(Auto, str(bare), num_labels=2)
-    said = capsys.readouterr().out
-    assert (
-        "4 new (bert.pooler.dense.bias, bert.pooler.dense.weight, classifier.bias, classifier.weight)"
-        in said
-    )
-
-
-def test_random_init_keeps_shape_and_drops_weights(tiny_model: Path) -> None:
-    from transformers import AutoModelForSequenceClassification as Auto
-
-    loaded = load_for_task(Auto, str(tiny_model), num_labels=3).state_dict()
-    fresh = load_for_task(Auto, f"random:{tiny_model}", num_labels=3).state_dict()
-    assert {k: v.shape for k, v in loaded.items()} == {k: v.shape for k, v in fresh.items()}
-    assert not torch.equal(
-        loaded["bert.embeddings.word_embeddings.weight"],
-        fresh["bert.embeddings.word_embeddings.weight"],
-    )
-
-
-def test_tokenizer_larger_than_the_model_is_refused(tmp_path: Path, tiny_model: Path) -> None:
-    shutil.copytree(tiny_model, tmp_path / "bad")
-    config = json.loads((tmp_path / "bad/config.json").read_text())
-    (tmp_path / "bad/config.json").write_text(json.dumps({**config, "vocab_size": 20}))
-    with pytest.raises(UserError, match="the model 20"):
-        load_tokenizer(str(tmp_path / "bad"))
 
 
 @pytest.mark.parametrize("layers", ["last", "sum", "concat"])
@@ -395,16 +319,6 @@ def test_hub_names_that_cannot_be_had_name_the_way_out(tmp_path: Path, tiny_mode
     with pytest.raises(UserError, match=r"no such folder"):
         main(["classify", "--model", "bert-base-uncased", *out, *files])
     assert not (tmp_path / "out").exists()
-
-
-def test_rows_longer_than_the_models_positions_are_refused_with_the_option(
-    tiny_model: Path,
-) -> None:
-    """SQuAD's default of 384 tokens on a model of 128 positions."""
-    assert load_tokenizer(str(tiny_model), 128)
-    with pytest.raises(UserError) as error:
-        load_tokenizer(str(tiny_model), TASKS["squad"].settings.max_length)
-    assert "128 positions" in str(error.value) and "--max-length 128" in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,118 @@
+"""Weights and tokenizers that fine-tuning loads: all of the encoder, or a refusal (B53)."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from configs import UserError
+from pretrain.downstream.loading import load_for_task, load_tokenizer
+from pretrain.downstream.tasks import TASKS
+
+# Under a task's head, whose file and model call a weight the same, and bare (feature-based).
+AUTO = ("AutoModelForSequenceClassification", "AutoModel")
+
+
+def copy_with(folder: Path, target: Path, change) -> Path:
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(folder, target)
+    tensors = load_file(folder / "model.safetensors")
+    save_file(change(tensors), target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+@pytest.mark.parametrize("auto", AUTO)
+def test_b53_an_extra_prefix_stops_the_run(tmp_path: Path, tiny_model: Path, auto: str) -> None:
+    bad = copy_with(tiny_model, tmp_path / "bad", lambda t: {f"model.{k}": v for k, v in t.items()})
+    with pytest.raises(UserError, match="39 encoder weights were not loaded, first .*embeddings"):
+        load_for_task(getattr(transformers, auto), str(bad))
+
+
+@pytest.mark.parametrize("auto", AUTO)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "encoder.layer.1.output.dense.weight",
+        "embeddings.word_embeddings.weight",
+        "pooler.dense.bias",
+    ],
+)
+def test_a_missing_encoder_weight_stops_the_run(
+    tmp_path: Path, tiny_model: Path, name: str, auto: str
+) -> None:
+    bad = copy_with(
+        tiny_model, tmp_path / "bad", lambda t: {k: v for k, v in t.items() if k != f"bert.{name}"}
+    )
+    with pytest.raises(UserError, match=f"1 encoder weights were not loaded, first .*{name}"):
+        load_for_task(getattr(transformers, auto), str(bad))
+
+
+@pytest.mark.parametrize("shape_only", [False, True])
+@pytest.mark.parametrize("auto", AUTO)
+def test_weights_of_any_precision_are_trained_in_fp32(
+    tmp_path: Path, tiny_model: Path, auto: str, shape_only: bool
+) -> None:
+    """A step of 2e-5 is lost in bf16, which transformers takes over from the file."""
+    half = copy_with(
+        tiny_model, tmp_path / "half", lambda t: {k: v.bfloat16() for k, v in t.items()}
+    )
+    config = json.loads((half / "config.json").read_text())
+    (half / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    name = f"random:{half}" if shape_only else str(half)
+    model = load_for_task(getattr(transformers, auto), name)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_only_head_and_untrained_pooler_may_be_new(
+    tmp_path: Path, tiny_model: Path, capsys
+) -> None:
+    """A model pretrained without NSP has no pooler; its config says so."""
+    bare = copy_with(
+        tiny_model, tmp_path / "bare", lambda t: {k: v for k, v in t.items() if "pooler" not in k}
+    )
+    config = json.loads((bare / "config.json").read_text())
+    (bare / "config.json").write_text(json.dumps({**config, "architectures": ["BertForMaskedLM"]}))
+    load_for_task(transformers.AutoModelForSequenceClassification, str(bare), num_labels=2)
+    said = capsys.readouterr().out
+    assert (
+        "4 new (bert.pooler.dense.bias, bert.pooler.dense.weight, classifier.bias, classifier.weight)"
+        in said
+    )
+
+
+def test_random_init_keeps_shape_and_drops_weights(tiny_model: Path) -> None:
+    loaded = load_for_task(
+        transformers.AutoModelForSequenceClassification, str(tiny_model), num_labels=3
+    ).state_dict()
+    fresh = load_for_task(
+        transformers.AutoModelForSequenceClassification, f"random:{tiny_model}", num_labels=3
+    ).state_dict()
+    assert {k: v.shape for k, v in loaded.items()} == {k: v.shape for k, v in fresh.items()}
+    assert not torch.equal(
+        loaded["bert.embeddings.word_embeddings.weight"],
+        fresh["bert.embeddings.word_embeddings.weight"],
+    )
+
+
+def test_tokenizer_larger_than_the_model_is_refused(tmp_path: Path, tiny_model: Path) -> None:
+    shutil.copytree(tiny_model, tmp_path / "bad")
+    config = json.loads((tmp_path / "bad/config.json").read_text())
+    (tmp_path / "bad/config.json").write_text(json.dumps({**config, "vocab_size": 20}))
+    with pytest.raises(UserError, match="the model 20"):
+        load_tokenizer(str(tmp_path / "bad"))
+
+
+def test_rows_longer_than_the_models_positions_are_refused_with_the_option(
+    tiny_model: Path,
+) -> None:
+    """SQuAD's default of 384 tokens on a model of 128 positions."""
+    assert load_tokenizer(str(tiny_model), 128)
+    with pytest.raises(UserError) as error:
+        load_tokenizer(str(tiny_model), TASKS["squad"].settings.max_length)
+    assert "128 positions" in str(error.value) and "--max-length 128" in str(error.value)
