@@ -7,6 +7,7 @@ thread. `tests.trainer.test_training` starts whole interpreters as well, by ever
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
@@ -25,6 +26,18 @@ def start(
     process = _SERVER.Process(target=_child, args=(target, arguments, str(log), everything))
     process.start()
     return process
+
+
+def finish(processes: list[BaseProcess], timeout: float = 600) -> list[int | None]:
+    """Exit codes; kills what is left after the time-out."""
+    end = time.monotonic() + timeout
+    try:
+        for p in processes:
+            p.join(max(0.1, end - time.monotonic()))
+        return [p.exitcode for p in processes]
+    finally:
+        for p in processes:
+            p.kill()
 
 
 def _child(

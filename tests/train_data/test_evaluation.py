@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -15,6 +12,7 @@ from data_prep.shards import held_out, open_shards
 from pretrain.evaluation import Evaluator, unigram
 from tests.synthetic import make_shards
 from tests.train_data.hashed_model import HashedModel
+from tests.trainer.launch import world
 
 
 @pytest.fixture(scope="module")
@@ -101,14 +99,9 @@ def test_unigram_loss_is_the_entropy_of_labels_under_training_counts(folder) -> 
     assert np.exp(unigram(train)).sum() == pytest.approx(1)
 
 
-def test_two_processes_agree_with_one(folder, repo) -> None:
+def test_two_processes_agree_with_one(folder) -> None:
     """Real ranks, each with its share of the rows."""
     alone = Evaluator(held_out(folder), MaskingConfig(), micro_batch_tokens=1024).run(HashedModel())
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.train_data.two_ranks", str(folder)],
-        capture_output=True, text=True, timeout=120, cwd=repo,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(lines) == 2 and lines[0] == lines[1]
-    assert lines[0] == pytest.approx(alone, rel=1e-6)
+    first, second = world(2, "tests.train_data.hashed_model:score", folder)
+    assert first == second
+    assert first == pytest.approx(alone, rel=1e-6)

@@ -3,54 +3,77 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from cluster.environment import free_port
 from configs.errors import DIVERGED_EXIT, LOST_RANK_EXIT
+from pretrain import watchdog
 from pretrain.watchdog import Watchdog
+from tests import forked
+from tests.train_data.watched_ranks import WORLD, rank_main
+
+FAULTS = [("fine", -1), ("raise", 0), ("raise", 2), ("diverge", 1), ("linger", 0), ("kill", 0), ("kill", 1), ("hang", 1)]  # fmt: skip
 
 
-def run(repo, folder, fault: str, bad: int) -> tuple[list[int], str]:
-    """(exit codes of the 3 ranks, standard error); a job that stays is a failure."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.train_data.watched_ranks", str(folder), fault, str(bad)],
-        capture_output=True, text=True, timeout=60, cwd=repo,
-    )  # fmt: skip
-    return json.loads(done.stdout.splitlines()[-1]), done.stderr
+def begin(folder: Path, fault: str, bad: int) -> list[BaseProcess]:
+    port = free_port()
+    return [
+        forked.start(rank_main, rank, port, folder, fault, bad, log=folder / f"{rank}.out")
+        for rank in range(WORLD)
+    ]
 
 
-def test_an_orderly_end_is_no_death(repo, tmp_path) -> None:
-    codes, err = run(repo, tmp_path, "fine", -1)
-    assert codes == [0, 0, 0] and "error" not in err and not (tmp_path / "stacks").exists()
+def end(folder: Path, ranks: list[BaseProcess]) -> tuple[list[int | None], str]:
+    codes = forked.finish(ranks)
+    return codes, "".join((folder / f"{rank}.out").read_text() for rank in range(WORLD))
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory) -> Callable[[str, int], tuple[list[int | None], str, Path]]:
+    """(exit codes, what the ranks said, stacks) of a job; all run at once, since they mostly wait."""
+    folders = {fault: tmp_path_factory.mktemp("job") for fault in FAULTS}
+    jobs = {fault: begin(folder, *fault) for fault, folder in folders.items()}
+    done = {
+        fault: (*end(folders[fault], job), folders[fault] / "stacks") for fault, job in jobs.items()
+    }
+    return lambda *fault: done[fault]
+
+
+def test_an_orderly_end_is_no_death(outcome) -> None:
+    codes, err, stacks = outcome("fine", -1)
+    assert codes == [0, 0, 0] and "error" not in err and not stacks.exists()
 
 
 @pytest.mark.parametrize("bad", [0, 2])
-def test_an_exception_on_one_rank_ends_all_with_its_error(repo, tmp_path, bad) -> None:
-    codes, err = run(repo, tmp_path, "raise", bad)
+def test_an_exception_on_one_rank_ends_all_with_its_error(outcome, bad) -> None:
+    codes, err, _ = outcome("raise", bad)
     assert all(codes)
     assert f"error: rank {bad} " in err and "failed in data" in err
     assert "ValueError: row 17 is broken" in err
     assert not [r for r in range(3) if r != bad and f"error: rank {r} " in err]
 
 
-def test_a_rank_that_the_guard_stops_ends_all_with_the_guards_exit_code(repo, tmp_path) -> None:
-    codes, err = run(repo, tmp_path, "diverge", 1)
+def test_a_rank_that_the_guard_stops_ends_all_with_the_guards_exit_code(outcome) -> None:
+    codes, err, stacks = outcome("diverge", 1)
     assert set(codes) == {DIVERGED_EXIT}
-    assert "loss nan" in err and "Traceback" not in err and not (tmp_path / "stacks").exists()
+    assert "loss nan" in err and "Traceback" not in err and not stacks.exists()
 
 
-def test_ranks_that_left_early_are_not_taken_for_dead(repo, tmp_path) -> None:
-    codes, err = run(repo, tmp_path, "linger", 0)
+def test_ranks_that_left_early_are_not_taken_for_dead(outcome) -> None:
+    codes, err, _ = outcome("linger", 0)
     assert codes == [0, 0, 0] and "error" not in err
 
 
 @pytest.mark.parametrize("bad", [0, 1])
-def test_a_killed_rank_ends_all(repo, tmp_path, bad) -> None:
-    codes, err = run(repo, tmp_path, "kill", bad)
+def test_a_killed_rank_ends_all(outcome, bad) -> None:
+    codes, err, _ = outcome("kill", bad)
     assert codes[bad] == -9 and all(codes)
     if bad:
         assert f"error: rank {bad} " in err and "no sign of life" in err
@@ -58,19 +81,19 @@ def test_a_killed_rank_ends_all(repo, tmp_path, bad) -> None:
         assert "rank 0 is gone" in err
 
 
-def test_a_hung_rank_is_named_with_its_stack(repo, tmp_path) -> None:
-    codes, err = run(repo, tmp_path, "hang", 1)
+def test_a_hung_rank_is_named_with_its_stack(outcome) -> None:
+    codes, err, stacks = outcome("hang", 1)
     assert codes == [LOST_RANK_EXIT] * 3
     assert "error: rank 1 " in err and "hangs in data" in err
     assert "error: rank 0 " not in err and "error: rank 2 " not in err
     assert "lost_in_a_loop" in err
-    assert "lost_in_a_loop" in (tmp_path / "stacks" / "rank-1.txt").read_text()
-    assert "rank_main" in (tmp_path / "stacks" / "rank-0.txt").read_text()
+    assert "lost_in_a_loop" in (stacks / "rank-1.txt").read_text()
+    assert "rank_main" in (stacks / "rank-0.txt").read_text()
 
 
 @pytest.mark.slow
-def test_a_rank_stuck_in_c_code_is_named_too(repo, tmp_path) -> None:
-    codes, err = run(repo, tmp_path, "gil", 1)
+def test_a_rank_stuck_in_c_code_is_named_too(tmp_path) -> None:
+    codes, err = end(tmp_path, begin(tmp_path, "gil", 1))
     assert all(codes)
     assert "error: rank 1 " in err and "go_wrong" in err
 
@@ -80,58 +103,86 @@ def left():
     return []
 
 
+@pytest.fixture
+def clock(monkeypatch):
+    """What the watchdog takes for the time, moved by hand: a busy machine is not taken for a hang."""
+    clock = SimpleNamespace(now=1000.0, sleep=time.sleep)
+    clock.monotonic = lambda: clock.now
+    monkeypatch.setattr(watchdog, "time", clock)
+    monkeypatch.setattr(watchdog.faulthandler, "dump_traceback_later", lambda *_, **__: None)
+    return clock
+
+
 def watch(folder, left, timeout_s=0.8) -> Watchdog:
-    return Watchdog(folder, timeout_s, poll_s=0.05, leave=left.append)
+    return Watchdog(folder, timeout_s, poll_s=0.02, leave=left.append)
 
 
-def wait_for(condition, seconds=10.0) -> bool:
+def wait_for(condition, seconds=60.0) -> bool:
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
-        time.sleep(0.02)
+        time.sleep(0.01)
     return bool(condition())
 
 
+def pass_by(dog: Watchdog, clock, seconds: float) -> None:
+    """Time in which the watchdog has looked."""
+    clock.now += seconds
+    seen = dog._ticks
+    assert wait_for(lambda: dog._ticks > seen + 1 or not dog._thread.is_alive())
+
+
 def test_a_silent_rank_is_called_dead_also_where_the_patience_is_short(
-    tmp_path, left, capfd
+    tmp_path, left, clock, capfd
 ) -> None:
     """With 8 s of it a killed rank was said to hang "since 0 s"."""
     store = torch.distributed.HashStore()
-    dog = Watchdog(tmp_path, 3.0, rank=0, world=2, store=store, poll_s=0.5, leave=left.append)
+    dog = Watchdog(tmp_path, 3.0, rank=0, world=2, store=store, poll_s=0.2, leave=left.append)
     sign = dog._sign() | {"name": "rank 1 (there)", "what": "forward", "dead": 1.2}
     store.set("rank/1", json.dumps(sign))
     dog.running()
+    pass_by(dog, clock, 0.0)
+    assert not left
+    pass_by(dog, clock, 1.5)
     assert wait_for(lambda: left)
     assert "rank 1 (there) gave no sign of life for" in capfd.readouterr().err
 
 
-def test_one_process_watches_itself(tmp_path, left, capfd) -> None:
+def test_one_process_watches_itself(tmp_path, left, clock, capfd) -> None:
     dog = watch(tmp_path, left)
     dog.beat("forward")
     dog.running()
+    pass_by(dog, clock, 0.9)
     assert wait_for(lambda: left)
     assert left == [LOST_RANK_EXIT] and "hangs in forward" in capfd.readouterr().err
     dog.close()
 
 
-def test_silence_is_allowed_before_the_first_update_and_where_patience_is_asked(tmp_path, left):
+def test_silence_is_allowed_before_the_first_update_and_where_patience_is_asked(
+    tmp_path, left, clock
+):
     dog = watch(tmp_path, left)
-    time.sleep(1.2)  # building and compiling
+    pass_by(dog, clock, 1000)  # building and compiling
     dog.running()
     with dog.patience(60):
-        time.sleep(1.2)  # evaluating
+        pass_by(dog, clock, 59)  # evaluating
     dog.beat("data")
+    pass_by(dog, clock, 0.5)
     assert not left
+    pass_by(dog, clock, 0.5)
+    assert wait_for(lambda: left)
     dog.close()
 
 
-def test_a_machine_that_is_slow_in_every_step_is_not_hung(tmp_path, left) -> None:
+def test_a_machine_that_is_slow_in_every_step_is_not_hung(tmp_path, left, clock) -> None:
     dog = watch(tmp_path, left, timeout_s=2.0)
     dog.running()
     for _ in range(3):  # the limit follows what is usual here
-        time.sleep(1.0)
+        pass_by(dog, clock, 1.0)
         dog.beat("forward")
-    time.sleep(1.8)
+    pass_by(dog, clock, 1.9)
     assert not left
+    pass_by(dog, clock, 0.2)
+    assert wait_for(lambda: left)
     dog.close()
 
 

@@ -1,15 +1,9 @@
-"""Started by test_watchdog: gloo ranks that train on nothing, one of which goes wrong.
-
-usage: python -m tests.train_data.watched_ranks FOLDER {fine,raise,diverge,kill,hang,gil,linger} [BAD_RANK]
-"""
+"""Started by test_watchdog: gloo ranks that train on nothing, one of which goes wrong."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
-import socket
-import sys
 import time
 from pathlib import Path
 
@@ -23,9 +17,9 @@ from pretrain.watchdog import Watchdog, connect
 WORLD, TIMEOUT_S, STEPS = 3, 12.0, 6
 
 
-def rank_main(rank: int, port: int, folder: str, fault: str, bad: int) -> None:
+def rank_main(rank: int, port: int, folder: Path, fault: str, bad: int) -> None:
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD)
-    dog = Watchdog(Path(folder), TIMEOUT_S, rank, WORLD, connect(rank, WORLD), poll_s=0.2)
+    dog = Watchdog(folder, TIMEOUT_S, rank, WORLD, connect(rank, WORLD), poll_s=0.2)
     try:
         for step in range(STEPS):
             dog.beat("data")
@@ -65,17 +59,3 @@ def go_wrong(fault: str) -> None:
 def lost_in_a_loop() -> None:
     while True:
         time.sleep(0.1)
-
-
-if __name__ == "__main__":
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = multiprocessing.get_context("fork")  # torch is loaded once
-    arguments = (port, sys.argv[1], sys.argv[2], int(sys.argv[3]))
-    ranks = [context.Process(target=rank_main, args=(r, *arguments)) for r in range(WORLD)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
-    print([process.exitcode for process in ranks])

@@ -68,20 +68,8 @@ def start(run: Path, *overrides: str, size: int = 1, accident: str = "none:0") -
     return out
 
 
-def finish(processes: list[BaseProcess], timeout: float = 600) -> list[int | None]:
-    """Exit codes; kills what is left after the time-out."""
-    end = time.monotonic() + timeout
-    try:
-        for p in processes:
-            p.join(max(0.1, end - time.monotonic()))
-        return [p.exitcode for p in processes]
-    finally:
-        for p in processes:
-            p.kill()
-
-
 def train(run: Path, *overrides: str, size: int = 1, accident: str = "none:0") -> list[int | None]:
-    return finish(start(run, *overrides, size=size, accident=accident))
+    return forked.finish(start(run, *overrides, size=size, accident=accident))
 
 
 def output(run: Path, rank: int = 0) -> str:

@@ -17,11 +17,10 @@ from configs.log import read_log
 from pretrain.checkpoint import latest, load_logical, read_meta, save_logical
 from pretrain.checkpoint.folder import checkpoints
 from tests.downstream.test_blimp import blimp_file
-from tests.forked import REPO
+from tests.forked import REPO, finish
 from tests.trainer.runs import (
     UPDATES,
     evaluations,
-    finish,
     fresh,
     interrupt,
     losses,
@@ -33,6 +32,7 @@ from tests.trainer.runs import (
 )
 
 GOLDEN = Path(__file__).with_name("golden.json")
+HANGS = [("hang:8:1", 1, "data"), ("read:8:1", 1, "data"), ("pass:8:0", 0, "forward")]
 
 
 @pytest.fixture(scope="module")
@@ -117,13 +117,18 @@ def test_b39_a_rank_killed_in_a_save_ends_the_job_and_the_next_start_goes_on(who
     )
 
 
-@pytest.mark.parametrize(
-    ("accident", "bad", "part"),
-    [("hang:8:1", 1, "data"), ("read:8:1", 1, "data"), ("pass:8:0", 0, "forward")],
-)
-def test_a_hung_rank_ends_the_job_by_name_and_part(whole, tmp_path, accident, bad, part):
-    run = fresh(whole, tmp_path / "run")
-    codes = train(run, "guard.hang_timeout_s=10", size=2, accident=accident)
+@pytest.fixture(scope="module")
+def hung(whole, tmp_path_factory) -> dict[str, tuple[Path, list[int | None]]]:
+    """Accident -> (run, exit codes); all at the same time, since they mostly wait."""
+    folder = tmp_path_factory.mktemp("hung")
+    runs = {accident: fresh(whole, folder / accident[:4]) for accident, *_ in HANGS}
+    jobs = {a: start(run, "guard.hang_timeout_s=10", size=2, accident=a) for a, run in runs.items()}
+    return {accident: (runs[accident], finish(job)) for accident, job in jobs.items()}
+
+
+@pytest.mark.parametrize(("accident", "bad", "part"), HANGS)
+def test_a_hung_rank_ends_the_job_by_name_and_part(hung, accident, bad, part):
+    run, codes = hung[accident]
     assert codes == [77, 77], output(run)
     said = [line for line in output(run).splitlines() if " hangs in " in line]
     assert len(said) == 1 and said[0].startswith(f"error: rank {bad} ("), output(run)
