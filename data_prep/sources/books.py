@@ -115,16 +115,20 @@ def chapters(text: str) -> Iterator[list[str]]:
         if block.count(".--") > 1 and _SYNOPSIS.match(block):
             continue
         in_contents = False
-        if not any(map(str.isalpha, block[:200])) or _is_table(block):
-            continue  # * * * and page numbers
-        joined = " ".join(block.split()).replace("_", "")
-        if "[" in joined or "{" in joined:
-            joined = _NOTE_MARK.sub("", _JPEG.sub("", joined)).strip()
-            if not joined or joined.lower().startswith("[footnote"):
-                continue
-        chapter.append(joined)
+        if paragraph := _joined(block):
+            chapter.append(paragraph)
     if chapter:
         yield chapter
+
+
+def _joined(block: str) -> str:
+    """A paragraph as one line; "" for what is none: rulers, page numbers, tables, footnotes."""
+    if not any(map(str.isalpha, block[:200])) or _is_table(block):
+        return ""
+    joined = " ".join(block.split()).replace("_", "")
+    if "[" in joined or "{" in joined:
+        joined = _NOTE_MARK.sub("", _JPEG.sub("", joined)).strip()
+    return "" if joined.lower().startswith("[footnote") else joined
 
 
 def _is_heading(block: str) -> bool:
