@@ -24,10 +24,11 @@ from pretrain.checks import Plan
 from pretrain.engine import DTYPES, Engine, LeanEngine
 from pretrain.evaluation import Evaluator, unigram
 from pretrain.micro import Micro, RecordedMicro
-from pretrain.model import build
+from pretrain.model import BertForPreTraining, build
 from pretrain.model.init import start_at_sinusoids, start_at_unigram
-from pretrain.parallel.exchange import make_exchange
+from pretrain.parallel.exchange import Exchange, make_exchange
 from pretrain.parallel.groups import Groups, make_groups
+from pretrain.parallel.pieces import Piece
 from pretrain.telemetry import Telemetry
 from pretrain.watchdog import Watchdog, connect
 
@@ -107,19 +108,7 @@ def _assemble(plan: Plan, device: torch.device, watchdog: Watchdog) -> Run:
         kernels,
         activation * DTYPES[recipe.train.precision].itemsize,
     )
-    model, pieces = build(
-        plan.model,
-        groups.tp_group,
-        kernels,
-        seed=recipe.seed,
-        exchange=exchange,
-        recompute=recipe.parallel.activation_checkpointing,
-        init=plan.newest == 0,
-    )
-    if recipe.train.unigram_bias and plan.newest == 0:
-        start_at_unigram(pieces, unigram(plan.shards[recipe.phases[0].shards]))
-    if recipe.train.sinusoidal_positions and plan.newest == 0:
-        start_at_sinusoids(pieces, plan.model.initializer_range)
+    model, pieces = _model(plan, groups, kernels, exchange)
     engine = _engine_class(plan)(recipe, model, pieces, groups, kernels, device)
     engine.model.train()
     # DeepSpeed's hooks count and launch in Python: they cannot be recorded.
@@ -161,18 +150,44 @@ def _assemble(plan: Plan, device: torch.device, watchdog: Watchdog) -> Run:
         evaluator,
         probe,
     )
+    _announce(run, f"{exchange or 'all tokens on every rank'}, " if groups.tp > 1 else "")
+    return run
+
+
+def _model(
+    plan: Plan, groups: Groups, kernels: Any, exchange: Exchange | None
+) -> tuple[BertForPreTraining, list[Piece]]:
+    """With the weights that a training starts from, unless a checkpoint's take their place."""
+    recipe, new = plan.recipe, plan.newest == 0
+    model, pieces = build(
+        plan.model,
+        groups.tp_group,
+        kernels,
+        seed=recipe.seed,
+        exchange=exchange,
+        recompute=recipe.parallel.activation_checkpointing,
+        init=new,
+    )
+    if recipe.train.unigram_bias and new:
+        start_at_unigram(pieces, unigram(plan.shards[recipe.phases[0].shards]))
+    if recipe.train.sinusoidal_positions and new:
+        start_at_sinusoids(pieces, plan.model.initializer_range)
+    return model, pieces
+
+
+def _announce(run: Run, shared: str) -> None:
+    """Says what was assembled. shared: how tokens are shared out, where they could be."""
+    plan, recipe = run.plan, run.plan.recipe
     for warning in plan.warnings:
         run.say(f"note: {warning}")
-    shared = f"{exchange or 'all tokens on every rank'}, " if groups.tp > 1 else ""
     what = (
-        f"{type(engine).__name__}, tp {groups.tp} x dp {groups.dp}, "
+        f"{type(run.engine).__name__}, tp {plan.tp} x dp {plan.dp}, "
         f"{shared}zero_stage {recipe.parallel.zero_stage}, "
         f"{recipe.train.precision}, micro-batches of up to {plan.micro_batch_tokens} tokens"
     )
     run.say(f"LAMB: {', '.join(f'{k} {v}' for k, v in to_dict(recipe.optimizer).items())}")
-    run.say(f"{'goes on from update ' + str(step) if step else 'starts'}: {what}")
-    telemetry.event(step, f"start: {what}")
-    return run
+    run.say(f"{f'goes on from update {run.step}' if run.step else 'starts'}: {what}")
+    run.telemetry.event(run.step, f"start: {what}")
 
 
 def _device(plan: Plan) -> torch.device:

@@ -128,7 +128,7 @@ def _joined(block: str) -> str:
     joined = " ".join(block.split()).replace("_", "")
     if "[" in joined or "{" in joined:
         joined = _NOTE_MARK.sub("", _JPEG.sub("", joined)).strip()
-    return "" if joined.lower().startswith("[footnote") else joined
+    return "" if joined[:9].lower() == "[footnote" else joined
 
 
 def _is_heading(block: str) -> bool:
