@@ -65,12 +65,9 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
     import torch
     from transformers import (
         AutoTokenizer,
-        BertConfig,
-        BertForMaskedLM,
         DataCollatorForLanguageModeling,
         Trainer,
         TrainerCallback,
-        TrainingArguments,
         set_seed,
     )
 
@@ -80,20 +77,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
     tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
     rows = blocks(Path(options.rows))
     special = np.isin(rows, [tokenizer.cls_token_id, tokenizer.sep_token_id])
-    hidden, layers = (int(n) for n in options.shape.split("x"))
-    model = BertForMaskedLM(
-        BertConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=hidden,
-            num_hidden_layers=layers,
-            num_attention_heads=max(1, hidden // 64),
-            intermediate_size=4 * hidden,
-            max_position_embeddings=rows.shape[1],
-            hidden_dropout_prob=options.dropout,
-            attention_probs_dropout_prob=options.dropout,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-    )
+    model = _model(options, tokenizer, rows.shape[1])
     clock = Clock(options.seconds, options.warmup)
 
     class Blocks(torch.utils.data.Dataset):
@@ -135,33 +119,9 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
             return self.lr_scheduler
 
     timed = Timed()
-    arguments = TrainingArguments(
-        output_dir=str(Path(options.out) / "trainer"),
-        per_device_train_batch_size=options.batch,
-        num_train_epochs=10_000,
-        learning_rate=options.lr,
-        weight_decay=options.weight_decay,
-        adam_beta2=options.beta2,
-        optim="adamw_torch_fused" if gpu else "adamw_torch",
-        bf16=gpu,
-        use_cpu=not gpu,
-        torch_compile=gpu,
-        dataloader_num_workers=options.workers,
-        dataloader_persistent_workers=options.workers > 0,
-        dataloader_prefetch_factor=8 if options.workers else None,
-        dataloader_pin_memory=gpu,
-        dataloader_drop_last=True,
-        remove_unused_columns=False,
-        logging_steps=50,
-        logging_nan_inf_filter=False,  # a synchronisation every update
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        seed=options.seed,
-    )
     trainer = ByTheClock(
         model=model,
-        args=arguments,
+        args=_arguments(options, gpu),
         train_dataset=Blocks(),
         data_collator=collate,
         callbacks=[timed],
@@ -186,6 +146,54 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
         "losses": [(e["step"], e["loss"]) for e in trainer.state.log_history if "loss" in e],
         "device": torch.cuda.get_device_name() if gpu else "cpu",
     }
+
+
+def _model(options: argparse.Namespace, tokenizer: Any, length: int) -> Any:
+    from transformers import BertConfig, BertForMaskedLM
+
+    hidden, layers = (int(n) for n in options.shape.split("x"))
+    return BertForMaskedLM(
+        BertConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=hidden,
+            num_hidden_layers=layers,
+            num_attention_heads=max(1, hidden // 64),
+            intermediate_size=4 * hidden,
+            max_position_embeddings=length,
+            hidden_dropout_prob=options.dropout,
+            attention_probs_dropout_prob=options.dropout,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )
+
+
+def _arguments(options: argparse.Namespace, gpu: bool) -> Any:
+    from transformers import TrainingArguments
+
+    return TrainingArguments(
+        output_dir=str(Path(options.out) / "trainer"),
+        per_device_train_batch_size=options.batch,
+        num_train_epochs=10_000,
+        learning_rate=options.lr,
+        weight_decay=options.weight_decay,
+        adam_beta2=options.beta2,
+        optim="adamw_torch_fused" if gpu else "adamw_torch",
+        bf16=gpu,
+        use_cpu=not gpu,
+        torch_compile=gpu,
+        dataloader_num_workers=options.workers,
+        dataloader_persistent_workers=options.workers > 0,
+        dataloader_prefetch_factor=8 if options.workers else None,
+        dataloader_pin_memory=gpu,
+        dataloader_drop_last=True,
+        remove_unused_columns=False,
+        logging_steps=50,
+        logging_nan_inf_filter=False,  # a synchronisation every update
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        seed=options.seed,
+    )
 
 
 def parser() -> argparse.ArgumentParser:
