@@ -14,7 +14,7 @@ from tests.trainer.layouts import Layout, config, make_engine, make_groups, trai
 
 LAYOUTS = (
     Layout(tp=1, dp=4, zero=1),
-    Layout(tp=2, dp=2, zero=2),
+    Layout(tp=2, dp=2, zero=2, engine="deepspeed"),
     Layout(tp=4, dp=1, zero=0),
     Layout(tp=2, dp=2, zero=1, precision="bf16"),
 )

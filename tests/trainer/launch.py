@@ -12,7 +12,7 @@ from cluster.environment import free_port
 from tests import forked
 
 
-def world(size: int, function: str, *arguments, timeout: float = 600) -> list:
+def world(size: int, function: str, *arguments, timeout: float = 1200) -> list:
     """[what `function` ("module:name") returned on rank 0, 1, ...]; it is called with `arguments`
     inside an initialised process group. A failing rank's output is in the error."""
     port = str(free_port())

@@ -100,7 +100,7 @@ def logical_view(piece, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def make_groups(tp: int, dp: int) -> Groups:
-    """Groups of a layout smaller than the world: the world runs several copies of it."""
+    """Groups of a layout, for every part of the world in which it fits."""
     rank, world = dist.get_rank(), dist.get_world_size()
     size = tp * dp
     mine: dict[str, object] = {}
@@ -149,6 +149,15 @@ def make_engine(layout: Layout, groups: Groups, optimizer: OptimizerConfig = OPT
     return Kind(recipe, model, pieces, groups, plain, cpu)
 
 
+def everyone(value: object, groups: Groups) -> list:
+    """What each rank of this copy of the layout gives."""
+    column: list = [None] * groups.tp
+    dist.all_gather_object(column, value, group=groups.tp_group)
+    columns: list = [None] * groups.dp
+    dist.all_gather_object(columns, column, group=groups.dp_group)
+    return [value for column in columns for value in column]
+
+
 def gather(engine, kind: str = "master") -> dict[str, torch.Tensor]:
     """Logical tensors put together from all slices of all ranks of this copy of the layout."""
     shard, groups = engine.shard, engine.groups
@@ -165,20 +174,16 @@ def gather(engine, kind: str = "master") -> dict[str, torch.Tensor]:
                     s.of(shard.tensor(kind)).clone(),
                 )
             )
-    everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, parts)
-    size = groups.world
-    base = dist.get_rank() // size * size
     out: dict[str, torch.Tensor] = {}
     blocks: dict[tuple, torch.Tensor] = {}
-    for rank in range(base, base + size):
-        for name, shape, offset, logical, begin, values in everyone[rank]:
+    for theirs in everyone(parts, groups):
+        for name, shape, offset, logical, begin, values in theirs:
             block = blocks.setdefault((name, shape, offset, logical), torch.zeros(shape))
             block.view(-1)[begin : begin + values.numel()] = values
     for (name, shape, offset, logical), block in blocks.items():
         full = out.setdefault(name, torch.zeros(logical))
-        theirs = tuple(slice(o, min(o + n, w)) for o, n, w in zip(offset, shape, logical))
-        full[theirs] = block[tuple(slice(0, t.stop - t.start) for t in theirs)]
+        place = tuple(slice(o, min(o + n, w)) for o, n, w in zip(offset, shape, logical))
+        full[place] = block[tuple(slice(0, p.stop - p.start) for p in place)]
     return out
 
 
@@ -230,30 +235,19 @@ def refused(layout: Layout, groups: Groups) -> bool:
         engine.backward(odd * loss_of(engine.model(micro), micro.masked, micro.rows), True)
         skipped &= engine.step(LR).skipped
     alike = all(a.equal(b) for a, b in zip(before, everything(), strict=True))
-    every: list[bool] = [False] * dist.get_world_size()
-    dist.all_gather_object(every, skipped and alike and engine.lamb.steps == 0)
-    return all(every)
+    return all(everyone(skipped and alike and engine.lamb.steps == 0, groups))
 
 
-def run_all(layouts: list[Layout]) -> dict[str, tuple]:
-    """Every layout in turn: str(layout) -> (losses, gradient norms, tensors), or the error."""
-    out = {}
-    made: dict[tuple[int, int], Groups] = {}
-    for layout in layouts:
-        key = (layout.tp, layout.dp)
-        groups = made.setdefault(key, None) or make_groups(*key)
-        made[key] = groups
-        losses, norms, engine = train(layout, groups)
-        tensors = gather(engine)
-        out[str(layout)] = (losses, norms, tensors if dist.get_rank() == 0 else None)
-    return out
+def whole(layout: Layout, groups: Groups) -> tuple[list[float], list[float], dict]:
+    """(losses, gradient norms, final tensors)."""
+    losses, norms, engine = train(layout, groups)
+    return losses, norms, gather(engine)
 
 
 def resume(layout: Layout, groups: Groups, folder: Path) -> tuple[list[float], list[float]]:
     """(losses of ten updates, losses of the last five after a stop and a load in between)."""
     losses, _, engine = train(layout, groups, 5)
-    copy = dist.get_rank() // groups.world
-    writer = Writer(folder / f"{layout}-{copy}", groups, 1, "test")
+    writer = Writer(folder / str(layout), groups, 1, "test")
     meta = {
         "model": to_dict(config()),
         "tensors": {p.name: list(p.logical_shape) for p in engine.pieces},
@@ -262,7 +256,7 @@ def resume(layout: Layout, groups: Groups, folder: Path) -> tuple[list[float], l
     writer.save(5, engine.shard, meta)
     writer.close()
     losses += train(layout, groups, 5, start=5, engine=engine)[0]
-    dist.barrier()  # published on the ranks that only read it
+    everyone(None, groups)  # published on the ranks that only read it
     other = make_engine(layout, groups)
     with Reader(latest(writer.train_dir)) as reader:
         load_shard(reader, other.shard)
@@ -270,10 +264,19 @@ def resume(layout: Layout, groups: Groups, folder: Path) -> tuple[list[float], l
     return losses, train(layout, groups, 5, start=5, engine=other)[0]
 
 
-def run_world(
-    layouts: list[Layout], resumed: list[Layout], spoiled: list[Layout], folder: Path
-) -> tuple[dict, dict, dict]:
-    """What `run_all`, `resume` and `refused` give, in one world."""
-    again = {str(x): resume(x, make_groups(x.tp, x.dp), folder) for x in resumed}
-    untouched = {str(x): refused(x, make_groups(x.tp, x.dp)) for x in spoiled}
-    return run_all(layouts), again, untouched
+def run_world(jobs: list[tuple[str, list[Layout], tuple]]) -> list[dict[str, object]]:
+    """For each job (function, layouts, its other arguments) what the function gave, by layout.
+
+    A layout smaller than the world runs in a part of it, beside others of its size.
+    """
+    shapes = sorted({(x.tp, x.dp) for _, layouts, _ in jobs for x in layouts})
+    made = {shape: make_groups(*shape) for shape in shapes}
+    rank, world = dist.get_rank(), dist.get_world_size()
+    results: list[dict[str, object]] = []
+    for function, layouts, arguments in jobs:
+        mine = []
+        for size in sorted({tp * dp for tp, dp in shapes}):
+            mine += [x for x in layouts if x.tp * x.dp == size][rank // size :: world // size]
+        run = globals()[function]
+        results.append({str(x): run(x, made[x.tp, x.dp], *arguments) for x in mine})
+    return results

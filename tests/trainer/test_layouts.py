@@ -1,6 +1,6 @@
 """Ten updates in every layout equal the plain model with the reference LAMB (issue: 1e-5).
 
-All layouts run inside one world of four processes; smaller layouts run as several copies in it.
+All layouts run inside one world of four processes; smaller layouts run beside each other in it.
 Attention key biases are left out: their true gradient is zero and Adam-type updates turn its
 rounding noise into full steps (test_model_parity shows that outputs do not depend on them).
 """
@@ -58,10 +58,17 @@ def expected():
     return reference()
 
 
+def run(size, *jobs):
+    """Layout -> result of each job; see `layouts.run_world`."""
+    ranks = world(size, "tests.trainer.layouts:run_world", list(jobs))
+    return [{k: v for part in parts for k, v in part.items()} for parts in zip(*ranks)]
+
+
 @pytest.fixture(scope="module")
 def everything(tmp_path_factory):
     folder = tmp_path_factory.mktemp("world")
-    return world(4, "tests.trainer.layouts:run_world", FP32 + LOW, RESUMED, SPOILED, folder)[0]
+    jobs = [("whole", FP32 + LOW, ()), ("resume", RESUMED, (folder,)), ("refused", SPOILED, ())]
+    return run(4, *jobs)
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +126,7 @@ def test_eight_ranks_equal_the_reference(expected):
         Layout(1, 8, 1, 1, "lean"),
         Layout(1, 8, 0, 1, "lean"),
     ]
-    results = world(8, "tests.trainer.layouts:run_all", layouts, timeout=1200)[0]
+    (results,) = run(8, ("whole", layouts, ()))
     for layout in layouts:
         losses, norms, tensors = results[str(layout)]
         assert losses == pytest.approx(expected[0], abs=1e-5), layout
