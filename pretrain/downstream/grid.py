@@ -19,7 +19,7 @@ from configs import UserError, make_folder, say
 from configs.files import LOCK, lock_folder, publish_text, read_json
 from pretrain.convert.hf import refused_writes
 from pretrain.downstream import metrics
-from pretrain.downstream.kinds import Choice, Classify, Feature, Kind, Regress, Row, Tag
+from pretrain.downstream.kinds import LABELLED, Choice, Classify, Feature, Kind, Regress, Row, Tag
 from pretrain.downstream.loading import (
     RANDOM,
     load_for_task,
@@ -170,7 +170,7 @@ def _train_one(
     trainer.train()
     result: dict[str, Any] = {"task": kind.task.name, "lr": lr, "seed": seed, "diverged": False}
     make_folder(folder)
-    for split in [s for s in given if s != "train"]:
+    for split in ["dev", *(s for s in given if s not in LABELLED)]:
         # Labels stay at home: logits are scored here, with rows and windows put together again.
         blind = [
             {**{k: v for k, v in f.items() if k != "labels"}, **kind.blind} for f in given[split]
@@ -180,7 +180,7 @@ def _train_one(
             output.predictions if isinstance(output.predictions, tuple) else [output.predictions]
         )
         result["diverged"] |= not all(np.isfinite(part).all() for part in parts)
-        scores, predictions = kind.score(splits[split], features[split], output.predictions)
+        scores, predictions = kind.score(splits[split], features[split], output.predictions, split)
         result |= scores if split == "dev" else {f"{split}_{k}": v for k, v in scores.items()}
         _write_lines(folder / f"predictions-{split}.jsonl", predictions)
     result["seconds"] = round(time.monotonic() - start, 2)
@@ -236,6 +236,7 @@ def _identity(
         "model": split_random(model)[0],
         "data": data,
         "layers": layers,
+        "columns": [list(names) for names in (task.first, task.second, task.label)],
         **fixed,
     }
 

@@ -24,8 +24,8 @@ LABELLED = ("train", "dev")  # a grid learns from the one and chooses by the oth
 class Kind(ABC):
     """One kind of task. Subclasses fill in `encode`, `score`, `auto_class` and `collator`.
 
-    `encode` gives features for the Trainer; `score(rows, features, logits)` gives metrics (empty
-    for unlabelled rows) and one JSON-able prediction a row.
+    `encode` gives features for the Trainer; `score` gives metrics (empty for unlabelled rows) and
+    one JSON-able prediction a row. Dev is scored first: what is chosen there holds for the others.
     """
 
     blind: dict[str, int] = {}  # what a collator insists on where labels are withheld
@@ -67,7 +67,7 @@ class Kind(ABC):
 
     @abstractmethod
     def score(
-        self, rows: list[Row], features: list[Feature], logits: Any
+        self, rows: list[Row], features: list[Feature], logits: Any, split: str = "dev"
     ) -> tuple[dict[str, float], list[Any]]: ...
 
     def label_id(self, row: Row, where: str) -> int | None:
@@ -132,7 +132,7 @@ class Classify(Kind):
         return self.label_id(row, where)
 
     def score(
-        self, rows: list[Row], features: list[Feature], logits: Any
+        self, rows: list[Row], features: list[Feature], logits: Any, split: str = "dev"
     ) -> tuple[dict[str, float], list[Any]]:
         predicted = np.argmax(logits, axis=-1).tolist()
         names = [self.labels[i] for i in predicted]
@@ -163,7 +163,7 @@ class Regress(Classify):
         raise UserError(f"{where}: score {row[key]!r} is no number", "mend the row")
 
     def score(
-        self, rows: list[Row], features: list[Feature], logits: Any
+        self, rows: list[Row], features: list[Feature], logits: Any, split: str = "dev"
     ) -> tuple[dict[str, float], list[Any]]:
         predicted = np.asarray(logits, dtype=np.float64).reshape(-1).tolist()
         if any("labels" not in feature for feature in features):
@@ -224,7 +224,7 @@ class Tag(Kind):
         return features
 
     def score(
-        self, rows: list[Row], features: list[Feature], logits: Any
+        self, rows: list[Row], features: list[Feature], logits: Any, split: str = "dev"
     ) -> tuple[dict[str, float], list[Any]]:
         gold = [list(pick(row, self.task.label, "dev")) for row in rows]
         predicted = []

@@ -74,29 +74,34 @@ def exact_and_f1(predicted: str, golds: Sequence[str]) -> tuple[float, float]:
 
 
 def squad(
-    rows: list[dict[str, Any]], answers: list[str], null_gaps: list[float] | None
+    rows: list[dict[str, Any]],
+    answers: list[str],
+    null_gaps: list[float] | None,
+    threshold: float | None = None,
 ) -> tuple[dict[str, float], float]:
     """Exact and F1 of SQuAD 1.1 (null_gaps None) or 2.0, and the null threshold that was used.
 
     Args:
         answers: the best non-empty answer of every row.
         null_gaps: score of "no answer" minus score of that answer. A row is left unanswered when
-            its gap exceeds the threshold, which is the one that is best on these rows, as in the
-            official script.
+            its gap exceeds the threshold.
+        threshold: None takes the one that is best on these rows, as the official script does.
     """
     scores = np.array(
         [exact_and_f1(a, [t for t, _ in r["answers"]]) for a, r in zip(answers, rows)]
     )
-    threshold = float("inf")
-    if null_gaps is not None:
+    if null_gaps is None:
+        threshold = float("inf")
+    else:
         empty = np.array([exact_and_f1("", [t for t, _ in r["answers"]]) for r in rows])
-        order = np.argsort(null_gaps, kind="stable")
-        gaps = np.asarray(null_gaps)[order]
-        # What answering the first k rows in order of gap gains; rows of equal gap go together.
-        gain = np.concatenate([[0.0], np.cumsum(scores[order, 1] - empty[order, 1])])
-        gain[1:-1][gaps[1:] == gaps[:-1]] = -np.inf
-        best = int(np.argmax(gain))
-        threshold = float(gaps[best - 1]) if best else float(gaps[0]) - 1.0
+        if threshold is None:
+            order = np.argsort(null_gaps, kind="stable")
+            gaps = np.asarray(null_gaps)[order]
+            # What answering the first k rows in order of gap gains; those of equal gap together.
+            gain = np.concatenate([[0.0], np.cumsum(scores[order, 1] - empty[order, 1])])
+            gain[1:-1][gaps[1:] == gaps[:-1]] = -np.inf
+            best = int(np.argmax(gain))
+            threshold = float(gaps[best - 1]) if best else float(gaps[0]) - 1.0
         answered = np.asarray(null_gaps) <= threshold
         scores = np.where(answered[:, None], scores, empty)
     exact, f1 = (100 * scores.mean(axis=0)).tolist()

@@ -14,7 +14,10 @@ N_BEST, MAX_ANSWER = 20, 30  # of google-research/bert's run_squad.py
 
 
 class Question(Kind):
-    """SQuAD: the answer is a span of the context, or [CLS] where there is none."""
+    """SQuAD: the answer is a span of the context, or [CLS] where there is none.
+
+    null_threshold is chosen on dev; the answers of any other split are taken by it.
+    """
 
     null_threshold = float("inf")
 
@@ -31,14 +34,14 @@ class Question(Kind):
 
     def encode(self, rows: list[Row], split: str) -> list[Feature]:
         """One feature a window; training keeps the windows' own label, [CLS] where none fits."""
-        if split in LABELLED and self.task.name != "squad-2":
-            unanswered = [row["id"] for row in rows if not row["answers"]]
-            if unanswered:
-                raise UserError(
-                    f"{self.task.name} {split}: {len(unanswered)} questions have no answer, first"
-                    f" {unanswered[0]}",
-                    "the task with unanswerable questions is squad-2",
-                )
+        if split in LABELLED and (unanswered := self._unlabelled(rows)):
+            raise UserError(
+                f"{self.task.name} {split}: {len(unanswered)} questions have no answer, first"
+                f" {unanswered[0]}",
+                'mark them with "is_impossible": true'
+                if self.task.name == "squad-2"
+                else "the task with unanswerable questions is squad-2",
+            )
         # A question cannot fill the window: it is cut at 64 pieces, as run_squad.py does.
         most = min(64, self.settings.max_length // 2)
         questions = [self._cut(row["question"], most) for row in rows]
@@ -78,8 +81,13 @@ class Question(Kind):
             )
         return features
 
+    def _unlabelled(self, rows: list[Row]) -> list[str]:
+        """Ids of the questions of which nobody says what the answer is."""
+        unknown = (None,) if self.task.name == "squad-2" else (None, [])
+        return [row["id"] for row in rows if row["answers"] in unknown]
+
     def score(
-        self, rows: list[Row], features: list[Feature], logits: Any
+        self, rows: list[Row], features: list[Feature], logits: Any, split: str = "dev"
     ) -> tuple[dict[str, float], list[Any]]:
         best: list[tuple[float, str]] = [(-np.inf, "")] * len(rows)
         null = np.full(len(rows), np.inf)
@@ -94,9 +102,13 @@ class Question(Kind):
         gaps = (
             [float(n - s) for n, (s, _) in zip(null, best)] if self.task.name == "squad-2" else None
         )
-        result, self.null_threshold = metrics.squad(rows, answers, gaps)
+        chosen = None if split == "dev" else self.null_threshold
+        result: dict[str, float] = {}
+        if not self._unlabelled(rows):
+            result, self.null_threshold = metrics.squad(rows, answers, gaps, chosen)
         if gaps is not None:
-            result["null_threshold"] = self.null_threshold
+            if split == "dev":
+                result["null_threshold"] = self.null_threshold
             answers = [a if g <= self.null_threshold else "" for a, g in zip(answers, gaps)]
         predictions = [{"id": row["id"], "answer": text} for row, text in zip(rows, answers)]
         return result, predictions

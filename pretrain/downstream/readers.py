@@ -203,6 +203,8 @@ def check_tags(rows: list[Row], task: Task, origin: str) -> None:
 def read_squad(file: Path) -> list[Row]:
     """SQuAD 1.1 or 2.0 JSON as {"id", "context", "question", "answers": [(text, start)]}.
 
+    No answers are [] for a question that is impossible, None for one whose answers are withheld.
+
     Raises:
         UserError: an answer does not stand in its context at its offset; names the question's id.
     """
@@ -211,12 +213,9 @@ def read_squad(file: Path) -> list[Row]:
         rows = [
             {
                 "id": str(qa["id"]),
-                "context": paragraph["context"],
-                "question": qa["question"].strip(),
-                "answers": [
-                    (answer["text"], int(answer["answer_start"]))
-                    for answer in ([] if qa.get("is_impossible") else qa.get("answers", []))
-                ],
+                "context": _string(paragraph["context"]),
+                "question": _string(qa["question"]).strip(),
+                "answers": _answers(qa),
             }
             for article in articles
             for paragraph in article["paragraphs"]
@@ -230,10 +229,23 @@ def read_squad(file: Path) -> list[Row]:
     return rows
 
 
+def _answers(qa: Row) -> list[tuple[str, int]] | None:
+    given = [] if qa.get("is_impossible") else qa.get("answers")
+    if given is None:
+        return None
+    return [(_string(answer["text"]), int(answer["answer_start"])) for answer in given]
+
+
+def _string(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is no text")
+    return value
+
+
 def check_answers(rows: Iterable[Row], origin: str) -> None:
     """Every answer stands in its context where its offset says; UserError names the question."""
     for row in rows:
-        for text, start in row["answers"]:
+        for text, start in row["answers"] or ():
             if row["context"][start : start + len(text)] != text or not text:
                 raise UserError(
                     f"{origin}: question {row['id']}: answer {text!r} is not in the context at {start}",
@@ -282,7 +294,7 @@ def read_splits(
                 f"{data or task.name}: no {split} file" + (f" ({named})" if data else ""),
                 f"pass --{split} FILE",
             )
-    return {split: read_file(file, task, skip_bad) for split, file in found.items()}
+    return {s: read_file(found[s], task, skip_bad) for s, _ in task.splits if s in found}
 
 
 def read_file(file: Path, task: Task, skip_bad: bool = False) -> list[Row]:

@@ -27,6 +27,8 @@ def films(count: int = 24) -> dict[str, list[dict]]:
     rows = [
         {"text": f"a {'good' if i % 2 else 'bad'} film", "label": "ny"[i % 2]} for i in range(count)
     ]
+    for row in rows:
+        row |= {"title": "the film", "stars": row["label"]}
     return {"train": rows, "dev": rows[:8]}
 
 
@@ -66,10 +68,12 @@ def test_results_of_other_data_or_weights_are_not_mixed(tmp_path: Path, tiny_mod
         {"splits": films(10)},
         {"settings": replace(QUICK, epochs=2)},
         {"model": f"random:{tiny_model}"},
+        {"task": replace(TASKS["classify"], label=("stars",))},
+        {"task": replace(TASKS["classify"], first=("title",))},
     ):
-        given = {"settings": QUICK, "splits": films(8), "model": str(tiny_model), **change}
+        given = {"task": TASKS["classify"], "settings": QUICK, "splits": films(8), **change}
         with pytest.raises(UserError, match="holds results with another"):
-            run_grid(TASKS["classify"], out=out, **given)
+            run_grid(out=out, **{"model": str(tiny_model), **given})
     assert {f: f.read_bytes() for f in out.rglob("*.json")} == before
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/notes.txt").write_text("keep")

@@ -70,6 +70,35 @@ def test_no_answer_wins_where_its_score_says_so(tokenizer) -> None:
     assert np.isfinite(scores["null_threshold"])
 
 
+@pytest.mark.parametrize("withheld", [False, True])
+@pytest.mark.parametrize("task", ["squad", "squad-2"])
+def test_answers_of_test_are_taken_by_what_dev_chose(tokenizer, task: str, withheld: bool) -> None:
+    """Test's own best threshold would be another one; without answers there is nothing to score."""
+    row = {"id": "1", "context": "our cat sat", "question": "who sat", "answers": [("cat", 4)]}
+    kind, features = encode(tokenizer, [row], task)
+    sure = oracle(features)
+    kind.score([row], features, sure)
+    chosen = kind.null_threshold
+    test = {**row, "answers": None if withheld else [("our", 0)]}
+    unsure = [[0 * logits[0]] for logits in sure]
+    for logits in unsure:
+        logits[0][0] = 50  # "no answer" is likelier than dev has seen
+    scores, predictions = kind.score([test], features, unsure, "test")
+    assert kind.null_threshold == chosen
+    assert (predictions[0]["answer"] == "") == (task == "squad-2")
+    assert scores == ({} if withheld else {"f1": 0, "exact": 0})
+
+
+@pytest.mark.parametrize("task", ["squad", "squad-2"])
+@pytest.mark.parametrize("split", ["train", "dev"])
+def test_questions_that_train_or_choose_have_answers(tokenizer, task: str, split: str) -> None:
+    row = {"id": "q7", "context": "the cat sat", "question": "who sat", "answers": None}
+    kind = Question(TASKS[task], TASKS[task].settings, tokenizer)
+    with pytest.raises(UserError, match="1 questions have no answer, first q7"):
+        kind.encode([row], split)
+    assert kind.encode([row], "test")
+
+
 def test_blanks_around_an_answer_do_not_hide_it(tokenizer) -> None:
     row = {"id": "1", "context": "the cat  sat", "question": "who", "answers": [(" cat  ", 3)]}
     _, (feature,) = encode(tokenizer, [row])
