@@ -99,7 +99,7 @@ class HubSource(Source):
             with _table(piece.path) as file:
                 table = pq.ParquetFile(file)
                 groups = list(range(piece.start, piece.end))
-                for batch in table.iter_batches(ROWS, groups, [column]):
+                for batch in table.iter_batches(ROWS, groups, [column], use_threads=False):
                     yield from _strings(batch.column(0), tally, name)
         elif piece.path.endswith(".arrow"):
             with _table(piece.path) as file:
