@@ -34,6 +34,7 @@ def main(argv: Sequence[str]) -> int:
             f"{name}: no such folder", "give an HF folder, a run, or owner/name of the hub"
         )
     settings = _settings(task, options)
+    _refuse_idle(task, options)
     layers = options.feature_based or ""
     if layers and task.kind != "tag":
         raise UserError(
@@ -56,6 +57,22 @@ def main(argv: Sequence[str]) -> int:
     best = " and the best model" if (out / "best").is_dir() else ""
     say(f"table, results.json, predictions{best} are in {out}")
     return 0
+
+
+def _refuse_idle(task: Task, options: Any) -> None:
+    """Options that this kind of task would take no notice of."""
+    of_pairs, of_texts = ("classify", "regress"), ("classify", "regress", "tag")
+    for option, kinds in (
+        ("doc_stride", ("question",)),
+        ("first_column", of_texts),
+        ("second_column", of_pairs),
+        ("label_column", (*of_texts, "choice")),
+    ):
+        if getattr(options, option) and task.kind not in kinds:
+            raise UserError(
+                f"--{option.replace('_', '-')} on {task.name}",
+                f"leave it out: it is for tasks as {', '.join(n for n, t in TASKS.items() if t.kind in kinds)}",
+            )
 
 
 def _settings(task: Task, options: Any) -> Settings:

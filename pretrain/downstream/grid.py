@@ -202,7 +202,7 @@ def _arguments(settings: Settings, folder: Path, lr: float, seed: int, gpu: bool
     import torch
     from transformers import TrainingArguments
 
-    return TrainingArguments(
+    arguments = TrainingArguments(
         output_dir=str(folder / "trainer"),
         learning_rate=lr,
         seed=seed,
@@ -222,6 +222,9 @@ def _arguments(settings: Settings, folder: Path, lr: float, seed: int, gpu: bool
         remove_unused_columns=False,
         dataloader_pin_memory=gpu,
     )
+    if arguments.n_gpu > 1:  # each would get a batch of its own: another batch than was asked for
+        arguments._n_gpu = 1
+    return arguments
 
 
 def _identity(

@@ -38,7 +38,7 @@ class Kind(ABC):
     def learn_labels(self, rows: list[Row], origin: str) -> None:
         """Takes the label set from the training rows where the task does not define it."""
         if not self.labels:
-            self.labels = sorted({str(pick(row, self.task.label, origin)) for row in rows})
+            self.labels = sorted({text(row, self.task.label, origin) for row in rows})
             if len(self.labels) < 2:
                 raise UserError(
                     f"{origin}: only the label {self.labels[0]!r}", "need two classes or more"
@@ -84,15 +84,21 @@ class Kind(ABC):
             return value
         if str(value) not in self.labels:
             raise UserError(
-                f"{where}: label {value!r} is not in the set {{{', '.join(self.labels)}}}",
+                f"{where}: label {value!r:.60} is not in the set {self._set()}",
                 "mend the row, or the training file if the class is new",
             )
         return self.labels.index(str(value))
 
+    def _set(self) -> str:
+        """The label set, its first ones where there are many."""
+        shown = [label[:40] for label in self.labels[:20]]
+        more = len(self.labels) - len(shown)
+        return f"{{{', '.join(shown)}{f', and {more} more' if more else ''}}}"
+
     def _texts(self, rows: list[Row], split: str) -> tuple[list[str], list[str] | None]:
         def texts(names: Sequence[str]) -> list[str]:
             where = f"{self.task.name} {split}, example"
-            return [str(pick(row, names, f"{where} {n}")) for n, row in enumerate(rows, 1)]
+            return [text(row, names, f"{where} {n}") for n, row in enumerate(rows, 1)]
 
         second = self.task.second
         # Files of one's own are of pairs where they have them, all or none.
@@ -206,8 +212,8 @@ class Tag(Kind):
                     labels.append(-100)
                 elif tags[word] not in known:
                     raise UserError(
-                        f"{self.task.name} {split}, sentence {number + 1}: tag {tags[word]!r} is not in the"
-                        f" set {{{', '.join(self.labels)}}}",
+                        f"{self.task.name} {split}, sentence {number + 1}: tag {tags[word]!r:.60} is"
+                        f" not in the set {self._set()}",
                         "mend the row, or the training file if the type is new",
                     )
                 else:
@@ -258,9 +264,9 @@ class Choice(Kind):
         features = []
         for number, row in enumerate(rows, 1):
             where = f"{self.task.name} {split}, example {number}"
-            context = str(pick(row, ("sent1", "startphrase"), where))
-            start = str(row.get("sent2", ""))
-            endings = [f"{start} {pick(row, (f'ending{i}',), where)}".strip() for i in range(4)]
+            context = text(row, ("sent1", "startphrase"), where)
+            start = text(row, ("sent2",), where) if "sent2" in row else ""
+            endings = [f"{start} {text(row, (f'ending{i}',), where)}".strip() for i in range(4)]
             encoded = self.tokenizer(
                 [context] * 4, endings, truncation=True, max_length=self.settings.max_length
             )
@@ -297,3 +303,11 @@ def pick(row: Row, names: Sequence[str], where: str) -> Any:
     if row[name] is None:
         raise UserError(f"{where}: {name} is null", "mend the row")
     return row[name]
+
+
+def text(row: Row, names: Sequence[str], where: str) -> str:
+    """`pick` of a single value, as text; UserError for a list or an object."""
+    value = pick(row, names, where)
+    if isinstance(value, list | dict):
+        raise UserError(f"{where}: {value!r:.60} is no text", "give one text or number")
+    return str(value)

@@ -83,7 +83,7 @@ class Question(Kind):
 
     def _unlabelled(self, rows: list[Row]) -> list[str]:
         """Ids of the questions of which nobody says what the answer is."""
-        unknown = (None,) if self.task.name == "squad-2" else (None, [])
+        unknown: tuple[Any, ...] = (None,) if self.task.name == "squad-2" else (None, [])
         return [row["id"] for row in rows if row["answers"] in unknown]
 
     def score(

@@ -60,6 +60,7 @@ def read_glue_tsv(file: Path, task: Task, skip_bad: bool = False) -> list[Row]:
                 "restore the header line",
             )
         header, start = list(task.headerless), 0
+    _check_header(header, file)
     rows, bad = [], 0
     for number, line in enumerate(lines[start:], start + 1):
         cells = line.split("\t")
@@ -91,6 +92,7 @@ def read_csv(file: Path) -> list[Row]:
                 continue
             if not header:
                 header = cells
+                _check_header(header, file)
             elif len(cells) != len(header):
                 raise UserError(
                     f"{file}: line {reader.line_num} has {len(cells)} columns, not {len(header)}",
@@ -103,6 +105,11 @@ def read_csv(file: Path) -> list[Row]:
             f"{file}: line {reader.line_num}: {error}", "close the quotes, double those inside"
         ) from None
     return rows
+
+
+def _check_header(header: list[str], file: Path) -> None:
+    if twice := [name for name in header if name and header.count(name) > 1]:
+        raise UserError(f"{file}: two columns are called {twice[0]!r}", "rename one of them")
 
 
 def read_jsonl(file: Path) -> list[Row]:
@@ -275,7 +282,7 @@ def read_splits(
         data: folder, or a hub data set name (`name` or `name:config`), or "" for the task's own.
         files: split -> file given by name; they win over the folder.
     """
-    if task.name == "rt-polarity" and data and Path(data).is_dir():
+    if task.name == "rt-polarity" and data and Path(data).is_dir() and not any(files.values()):
         return read_polarity(Path(data))
     if data and not Path(data).is_dir() and (data.startswith((".", "/")) or data.count("/") > 1):
         raise UserError(f"{data}: no such folder", "name a folder, or a hub data set as owner/name")

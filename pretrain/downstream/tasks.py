@@ -47,7 +47,7 @@ class Task:
     settings: Settings = field(default_factory=Settings)
     splits: tuple[tuple[str, tuple[str, ...]], ...] = (
         ("train", ("train",)),
-        ("dev", ("dev", "validation", "valid")),
+        ("dev", ("dev", "validation", "valid", "val")),
         ("test", ("test",)),
     )
 
@@ -64,10 +64,10 @@ _MNLI_SPLITS = (
     ("mismatched", ("dev_mismatched", "validation_mismatched")),
     ("test", ("test_matched", "test")),
 )
-_WNUT_SPLITS = (
-    ("train", ("wnut17train", "train")),
-    ("dev", ("emerging.dev", "dev", "validation", "valid", "testa")),
-    ("test", ("emerging.test.annotated", "test", "testb")),
+_TAG_SPLITS = (
+    ("train", ("train", "eng.train", "wnut17train")),
+    ("dev", ("dev", "validation", "valid", "val", "testa", "eng.testa", "emerging.dev")),
+    ("test", ("test", "testb", "eng.testb", "emerging.test.annotated")),
 )
 
 TASKS: dict[str, Task] = {
@@ -108,11 +108,11 @@ TASKS: dict[str, Task] = {
             "squad-2", "question", metrics=("f1", "exact"), hub=("rajpurkar/squad_v2",),
             settings=replace(_SQUAD, epochs=2, batch=48),
         ),
-        Task("ner", "tag", ("tokens",), label=("ner_tags", "tags"), metrics=("f1", "precision", "recall"), settings=_TAG),
+        Task("ner", "tag", ("tokens",), label=("ner_tags", "tags"), metrics=("f1", "precision", "recall"), settings=_TAG, splits=_TAG_SPLITS),
         Task(
             "wnut-17", "tag", ("tokens",), label=("ner_tags", "tags"),
             metrics=("f1", "precision", "recall"), hub=("leondz/wnut_17",), settings=_TAG,
-            splits=_WNUT_SPLITS,
+            splits=_TAG_SPLITS,
         ),
         Task(
             "swag", "choice", ("startphrase", "sent1"), ("sent2",), metrics=("accuracy",),

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from configs import UserError
 from configs.files import lock_folder
 from pretrain.convert.importing import import_model
+from pretrain.downstream import grid
 from pretrain.downstream.finetune import main
 from pretrain.downstream.grid import run_grid
 from pretrain.downstream.loading import weights_digest
@@ -272,6 +273,17 @@ def scored_pairs(count: int) -> dict[str, list[dict]]:
     return {"train": rows, "dev": rows}
 
 
+def test_a_batch_is_the_one_asked_for_on_any_number_of_gpus(tmp_path: Path, monkeypatch) -> None:
+    """transformers gives every GPU that it sees a batch of its own."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    arguments = grid._arguments(QUICK, tmp_path, 1e-3, 1, gpu=True)
+    assert arguments.device.type == "cuda"
+    assert arguments.train_batch_size == QUICK.batch
+
+
 def test_published_settings_are_the_defaults() -> None:
     """1810.04805: sections 4.1 to 4.4 and appendix A.3."""
     glue = TASKS["mnli"].settings
@@ -300,6 +312,15 @@ def test_early_refusals_of_the_command(tmp_path: Path, tiny_model: Path) -> None
         main(["classify", *base])
     with pytest.raises(UserError, match="it is for tagging"):
         main(["classify", *base, "--feature-based", "sum"])
+    for task, option in (
+        ("rte", "--doc-stride=64"),
+        ("squad", "--first-column=q"),
+        ("swag", "--second-column=b"),
+        ("ner", "--second-column=b"),
+        ("squad-2", "--label-column=answer"),
+    ):
+        with pytest.raises(UserError, match=f"{option.partition('=')[0]} on {task}"):
+            main([task, *base, option])
     with pytest.raises(UserError, match="no complete checkpoint"):
         main(["classify", *base[2:], "--model", str(tmp_path)])
     assert not (tmp_path / "out").exists()

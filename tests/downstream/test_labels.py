@@ -26,6 +26,10 @@ def test_labels_outside_the_set_are_named(tokenizer) -> None:
         encode("sst-2", [{"sentence": "a", "label": "1"}, {"sentence": "b", "label": "2"}])
     with pytest.raises(UserError, match="sentence 1: tag 'B-X' is not in the set"):
         encode("ner", [{"tokens": ["a"], "tags": ["B-X"]}], ["O", "B-PER", "I-PER"])
+    with pytest.raises(UserError) as error:
+        many = [f"{i}{'x' * 200}" for i in range(5000)]
+        encode("classify", [{"text": "a", "label": "y" * 9999}], many)
+    assert "and 4980 more" in str(error.value) and len(str(error.value)) < 2000
     with pytest.raises(UserError, match="'high' is no number"):
         encode("sts-b", [{"sentence1": "a", "sentence2": "b", "score": "high"}])
     with pytest.raises(UserError, match="none of the columns sentence2"):
@@ -86,6 +90,24 @@ def test_own_files_are_pairs_all_or_none(tokenizer) -> None:
         assert max(kind.encode(first, "train")[0]["token_type_ids"]) == (first is rows)
         with pytest.raises(UserError, match="classify dev: (has|lacks) a second text"):
             kind.encode(second, "dev")
+
+
+@pytest.mark.parametrize(
+    ("task", "row"),
+    [
+        ("classify", {"text": ["a", "b"], "label": "x"}),
+        ("classify", {"text": "a", "label": ["x"]}),
+        ("classify", {"text": "a", "text_pair": {"b": 1}, "label": "x"}),
+        ("swag", {"sent1": "a", "ending0": ["b"], "label": 0}),
+        ("swag", {"sent1": "a", "sent2": ["b"], "label": 0}),
+    ],
+)
+def test_lists_and_objects_are_no_text(tokenizer, task: str, row: dict) -> None:
+    kind = KINDS[TASKS[task].kind](TASKS[task], QUICK, tokenizer)
+    good = {"text": "a", "label": "y"} | {k: "b" for k in row if k == "text_pair"}
+    with pytest.raises(UserError, match="is no text"):
+        kind.learn_labels([row, good], "classify train")
+        kind.encode([row], "train")
 
 
 def test_null_is_no_text(tokenizer) -> None:

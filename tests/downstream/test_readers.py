@@ -101,6 +101,9 @@ def test_a_row_with_a_column_too_few_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="line 3 has 1 columns, not 3"):
         read_glue_tsv(file, TASKS["qqp"])
     assert len(read_glue_tsv(file, TASKS["qqp"], skip_bad=True)) == 2
+    file.write_text("question1\tquestion1\tquestion2\tis_duplicate\na\tb\tc\t0\n")
+    with pytest.raises(UserError, match="two columns are called 'question1'"):
+        read_glue_tsv(file, TASKS["qqp"])
     file.write_text("nothing known\n")
     with pytest.raises(UserError, match="question1"):
         read_glue_tsv(file, TASKS["qqp"])
@@ -109,6 +112,8 @@ def test_a_row_with_a_column_too_few_is_named(tmp_path: Path) -> None:
 BROKEN = {
     "quote never closed": ("own.csv", 'text,label\n"open,1\n', "line 2"),
     "quote in the middle": ("own.csv", 'text,label\n"a"b,1\n', "line 2"),
+    "two columns of one name": ("own.csv", "text,label,label\na,b,c\n", "called 'label'"),
+    "the same in a TSV": ("own.tsv", "text\ttext\tlabel\na\tb\tc\n", "called 'text'"),
     "a cell too many": ("own.csv", "text,label\na,b,c\n", "line 2 has 3 columns"),
     "JSON line broken": ("own.jsonl", '{"text": 1}\n{"text": \n', "line 2"),
     "JSON line a list": ("own.jsonl", "[1]\n", "line 1 is no JSON object"),
@@ -266,6 +271,15 @@ def test_polarity_splits_hold_every_snippet_once(real_data: Path) -> None:
     assert sum(row["label"] == "pos" for row in splits["dev"]) == len(splits["dev"]) / 2
 
 
+def test_named_files_win_over_a_folder_of_rt_polarity(tmp_path: Path) -> None:
+    (tmp_path / "rt.neg").write_text("bad\n")
+    (tmp_path / "rt.pos").write_text("good\n")
+    (tmp_path / "own.csv").write_text("text,label\nfine,pos\n")
+    files = dict.fromkeys(("train", "dev"), str(tmp_path / "own.csv"))
+    splits = read_splits(TASKS["rt-polarity"], str(tmp_path), files, False)
+    assert splits["dev"] == [{"text": "fine", "label": "pos"}]
+
+
 def test_missing_folders_files_and_tasks_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such folder"):
         read_splits(TASKS["rte"], str(tmp_path / "nowhere"), {}, False)
@@ -273,6 +287,29 @@ def test_missing_folders_files_and_tasks_are_named(tmp_path: Path) -> None:
         read_splits(TASKS["rte"], str(tmp_path), {}, False)
     with pytest.raises(UserError, match="did you mean sst-2"):
         find_task("sst-3")
+
+
+@pytest.mark.parametrize(
+    ("task", "names", "row"),
+    [
+        ("swag", "train.csv val.csv test.csv", "sent1,sent2\na,b\n"),  # of rowanz/swagaf
+        ("ner", "eng.train eng.testa eng.testb", "EU B-ORG\n"),  # of the shared task
+        ("ner", "train.txt valid.txt test.txt", "EU B-ORG\n"),
+        ("mnli", "train.tsv dev_matched.tsv dev_mismatched.tsv test_matched.tsv",
+         "sentence1\tsentence2\tgold_label\na\tb\tneutral\n"),
+    ],
+)  # fmt: skip
+def test_folders_as_released_are_read_dev_before_test(
+    tmp_path: Path, task: str, names: str, row: str
+) -> None:
+    for name in names.split():
+        (tmp_path / name).write_text(row)
+    splits = read_splits(TASKS[task], str(tmp_path), {}, False)
+    again = read_splits(
+        TASKS[task], str(tmp_path), {"test": str(tmp_path / names.split()[-1])}, False
+    )
+    assert list(splits) == list(again) and len(splits) == len(names.split())
+    assert list(splits)[:2] == ["train", "dev"]
 
 
 def test_hub_rows_take_the_shape_of_file_rows() -> None:
