@@ -65,13 +65,13 @@ def test_all_ranks_agree_and_a_bad_one_is_named(repo, tmp_path):
     file.touch()
     port = free_port()
     both = [preflight(r, 2, port, "--folder", str(good), cwd=repo) for r in (0, 1)]
-    outputs = [p.communicate(timeout=60) for p in both]
+    outputs = [p.communicate(timeout=600) for p in both]
     assert [p.returncode for p in both] == [0, 0], outputs
     assert "2 processes on 1 nodes" in outputs[0][0]
 
     folders = [good, file / "run"]
     both = [preflight(r, 2, port, "--folder", str(folders[r]), cwd=repo) for r in (0, 1)]
-    outputs = [p.communicate(timeout=60) for p in both]
+    outputs = [p.communicate(timeout=600) for p in both]
     assert [p.returncode for p in both] == [2, 2], outputs
     assert "cannot be written" in outputs[0][1]
     assert "exclude" in outputs[0][1]
@@ -83,7 +83,7 @@ def test_who_does_not_come_and_who_cannot_reach(repo, tmp_path):
         preflight(0, 2, port, "--wait", "1", "--folder", str(tmp_path), cwd=repo),
         preflight(1, 2, free_port(), "--wait", "1", "--folder", str(tmp_path), cwd=repo),
     ]
-    outputs = [p.communicate(timeout=60) for p in alone]
+    outputs = [p.communicate(timeout=600) for p in alone]
     assert [p.returncode for p in alone] == [2, 2]
     assert "no word from rank 1" in outputs[0][1]
     assert "cannot reach the first node" in outputs[1][1]

@@ -37,7 +37,7 @@ def run(folder: Path, *arguments: str, **environment: str) -> subprocess.Complet
         env={**env, **environment},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         stdin=subprocess.DEVNULL,
     )
 

@@ -142,7 +142,7 @@ def command(
     return [sys.executable, "-c", code, str(path), *overrides]
 
 
-def run(arguments: list[str], repo: Path, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+def run(arguments: list[str], repo: Path, timeout: float = 600) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(repo), "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         arguments, cwd=repo, env=environment, capture_output=True, text=True, timeout=timeout

@@ -9,4 +9,4 @@ from pathlib import Path
 
 def sleep_long(folder: str, item: int) -> None:
     (Path(folder) / str(os.getpid())).touch()
-    time.sleep(60)
+    time.sleep(600)

@@ -297,7 +297,7 @@ def by_launcher(run: Path, *command: str) -> dict[int, float]:
         cwd=REPO,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1200,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return losses(run)
