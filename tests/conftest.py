@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,11 @@ os.environ |= {
 
 REPO = Path(__file__).resolve().parent.parent
 DATA = Path(os.environ.get("LAMBERT_DATA", REPO.parent / "shared" / "data"))
+
+
+def pytest_collection_finish() -> None:
+    if forked := sys.modules.get("tests.forked"):  # some test here starts such processes
+        forked.serve()
 
 
 @pytest.fixture(scope="session")

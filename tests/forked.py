@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from multiprocessing import forkserver, get_context, parent_process
+from multiprocessing import forkserver, get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -16,8 +16,10 @@ from tests import forked_child
 
 REPO = Path(__file__).resolve().parent.parent
 _CONTEXT = get_context("forkserver")
-if parent_process() is None:
-    # At once: pytest has one such server, and with data_prep's workers first it would load less.
+
+
+def serve() -> None:
+    """Begins to load. Before any test: a process has one server, and data_prep's loads less."""
     _CONTEXT.set_forkserver_preload(["deepspeed", "pretrain.trainer", "tests.trainer.sabotage"])
     forkserver.ensure_running()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import gzip
 import os
 import random
@@ -11,9 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -32,46 +29,21 @@ from data_prep.executor import (
 )
 from data_prep.shards import open_shards
 from tests.data_prep.corpus import command, recipe_file, run, tree, write_texts
-
-
-@dataclass(frozen=True)
-class Job:
-    value: int
-
-    @property
-    def label(self) -> str:
-        return f"job {self.value} (file-{self.value}.txt)"
-
-
-def square(context: int, job: Job) -> int:
-    return context + job.value**2
-
-
-def fail_on_three(context: Any, job: Job) -> int:
-    if job.value == 3:
-        raise ValueError("something odd")
-    if job.value > 3:
-        time.sleep(0.2)
-    return job.value
-
-
-def refuse_three(context: Any, job: Job) -> int:
-    if job.value == 3:
-        raise UserError("file-3.txt: not text", "give text")
-    return job.value
-
-
-def fill_the_disk(context: Any, job: Job) -> int:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "part")
-
-
-def die_on_three(context: Any, job: Job) -> int:
-    if job.value == 3:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return job.value
-
+from tests.data_prep.tasks import (
+    Job,
+    die_on_three,
+    fail_on_three,
+    fill_the_disk,
+    refuse_three,
+    square,
+)
 
 JOBS = [Job(n) for n in range(7)]
+
+
+@pytest.fixture
+def executor(request: pytest.FixtureRequest) -> Executor:
+    return Executor() if request.param == "one" else Processes(2)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 5])
@@ -82,7 +54,7 @@ def test_results_come_in_the_order_of_the_items(workers: int) -> None:
     assert executor.map(square, 5, JOBS[:3], sizes[:3], "squares") == [5, 6, 9]
 
 
-@pytest.mark.parametrize("executor", [Executor(), Processes(2)])
+@pytest.mark.parametrize("executor", ["one", "two"], indirect=True)
 def test_a_failing_task_names_its_file(executor: Executor) -> None:
     with pytest.raises(TaskFailed) as error:
         executor.map(fail_on_three, None, JOBS, [1] * 7, "jobs")
@@ -90,14 +62,14 @@ def test_a_failing_task_names_its_file(executor: Executor) -> None:
     assert "fail_on_three" in error.value.what  # the trace
 
 
-@pytest.mark.parametrize("executor", [Executor(), Processes(2)])
+@pytest.mark.parametrize("executor", ["one", "two"], indirect=True)
 def test_a_users_mistake_comes_without_a_trace(executor: Executor) -> None:
     with pytest.raises(UserError) as error:
         executor.map(refuse_three, None, JOBS, [1] * 7, "jobs")
     assert (error.value.what, error.value.remedy) == ("file-3.txt: not text", "give text")
 
 
-@pytest.mark.parametrize("executor", [Executor(), Processes(2)])
+@pytest.mark.parametrize("executor", ["one", "two"], indirect=True)
 def test_a_full_disk_comes_without_a_trace(executor: Executor) -> None:
     with pytest.raises(UserError) as error:
         executor.map(fill_the_disk, None, JOBS, [1] * 7, "jobs")
@@ -257,7 +229,7 @@ def test_workers_end_with_a_killed_parent(corpus: Path, repo: Path, tmp_path: Pa
     code = (
         "import os, sys, time\n"
         "from data_prep.executor import Processes\n"
-        "from tests.data_prep.sleeper import sleep_long\n"
+        "from tests.data_prep.tasks import sleep_long\n"
         "Processes(2).map(sleep_long, sys.argv[1], [1, 2], [1, 1], 'sleep')\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(repo)}
