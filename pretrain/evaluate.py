@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 from configs import UserError, say
 from configs.files import named
 from configs.schema import MaskingConfig
+from pretrain.convert.vocabulary import read_vocab
 from pretrain.same_tokenizer import vocabulary
 
 if TYPE_CHECKING:
@@ -150,7 +151,11 @@ def check_tokenizer(folder: Path, held_out: Shards) -> None:
     file = held_out.folder / "tokenizer.json"
     if not file.is_file():
         file = held_out.folder.parent / file.name  # held-out/ lies inside its set
-    ours, theirs = vocabulary(folder / "tokenizer.json"), vocabulary(file)
+    mine, theirs = folder / file.name, vocabulary(file)
+    if mine.is_file():
+        ours = vocabulary(mine)
+    else:  # an older Hugging Face folder
+        ours = {entry: number for number, entry in enumerate(read_vocab(folder / "vocab.txt"))}
     if ours != theirs:
         raise UserError(
             f"{held_out.folder}: made with another tokenizer ({len(theirs)} entries) than"

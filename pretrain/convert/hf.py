@@ -36,7 +36,7 @@ def config_from_hf(values: Mapping[str, Any], origin: Path) -> ModelConfig:
         hint = {
             "megatron-bert": "Megatron's BERT is pre-LN: the same weights compute something else here",
             "roberta": "RoBERTa shifts positions and has another head; it is not converted",
-        }.get(kind, "only post-LN BERT can be imported")
+        }.get(str(kind), "only post-LN BERT can be imported")
         raise UserError(f"{origin}: model_type={kind}", hint)
     for key, wanted in _FIXED.items():
         if values.get(key, wanted) != wanted:
@@ -54,18 +54,24 @@ def config_from_hf(values: Mapping[str, Any], origin: Path) -> ModelConfig:
         "max_position_embeddings": "max_position_embeddings",
         "type_vocab_size": "type_vocab_size",
     }
-    absent = [key for key in names if not isinstance(values.get(key), int)]
-    if absent:
-        raise UserError(
-            f"{origin}: {absent[0]} is missing or no whole number", "restore the config"
-        )
-    config = ModelConfig(
-        **{ours: values[theirs] for theirs, ours in names.items()},
-        hidden_dropout=float(values.get("hidden_dropout_prob", 0.1)),
-        attention_dropout=float(values.get("attention_probs_dropout_prob", 0.1)),
-        initializer_range=float(values.get("initializer_range", 0.02)),
-        layer_norm_eps=float(values.get("layer_norm_eps", 1e-12)),
-    )
+    shares = {  # Google's bert_config.json has no layer_norm_eps
+        "hidden_dropout_prob": ("hidden_dropout", 0.1),
+        "attention_probs_dropout_prob": ("attention_dropout", 0.1),
+        "initializer_range": ("initializer_range", 0.02),
+        "layer_norm_eps": ("layer_norm_eps", 1e-12),
+    }
+    for key in names:
+        if type(values.get(key)) is not int or values[key] < 1:
+            raise UserError(
+                f"{origin}: {key} is missing or no whole number above 0", "restore the config"
+            )
+    given: dict[str, Any] = {ours: values[theirs] for theirs, ours in names.items()}
+    for key, (ours, usual) in shares.items():
+        value = values.get(key, usual)
+        if type(value) not in (int, float) or not 0 <= value < 1:
+            raise UserError(f"{origin}: {key}={value!r}", "expected a number from 0 to below 1")
+        given[ours] = float(value)
+    config = ModelConfig(**given)
     if config.hidden_size % config.num_heads:
         raise UserError(
             f"{origin}: hidden_size={config.hidden_size} is not divisible by"
@@ -107,11 +113,20 @@ def read_hf(folder: Path) -> SourceModel:
     """
     config = config_from_hf(read_json(folder / "config.json"), folder / "config.json")
     found: dict[str, torch.Tensor] = {}
-    for file in weight_files(folder):
+    files, promised = weight_files(folder)
+    for file in files:
         for name, tensor in read_tensors(file):
             if name in found:
                 raise UserError(f"{file}: {name} is in two weight files", "remove the foreign file")
             found[name] = tensor
+    lost = sorted(
+        n for n in promised - found.keys() if not n.startswith("cls.predictions.decoder.")
+    )
+    if lost:
+        raise UserError(
+            f"{folder}: the index names {len(lost)} tensors that no file holds, first {lost[0]}",
+            "copy the whole folder again",
+        )
     tensors, dropped = normalise(found, folder)
     source = finish(config, tensors, "hf", folder, dropped)
     source.tokenizer = folder if _has_tokenizer(folder) else None
@@ -158,22 +173,28 @@ def normalise(
     return tensors, dropped
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The weight files of an HF folder: safetensors before .bin, shards through their index."""
+def weight_files(folder: Path) -> tuple[list[Path], set[str]]:
+    """The weight files of an HF folder: safetensors before .bin, shards through their index; and
+    the tensors that the index says they hold (none without an index)."""
     for single in ("model.safetensors", "pytorch_model.bin"):
         index = folder / f"{single}.index.json"
         if (folder / single).is_file():
-            return [folder / single]
+            return [folder / single], set()
         if index.is_file():
-            names = sorted(set(read_json(index).get("weight_map", {}).values()))
-            files = [folder / Path(name).name for name in names]
+            placed = read_json(index).get("weight_map")
+            if not isinstance(placed, dict) or not all(isinstance(n, str) for n in placed.values()):
+                raise UserError(
+                    f"{index}: weight_map does not say which tensor is in which file",
+                    "copy the whole folder again",
+                )
+            files = [folder / Path(name).name for name in sorted(set(placed.values()))]
             gone = [file.name for file in files if not file.is_file()]
             if gone or not files:
                 raise UserError(
                     f"{index}: shard {gone[0] if gone else '(none named)'} is missing",
                     "copy the whole folder again",
                 )
-            return files
+            return files, set(placed)
     raise UserError(
         f"{folder}: neither model.safetensors nor pytorch_model.bin", "name a Hugging Face folder"
     )
@@ -191,10 +212,20 @@ def read_tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
         except (SafetensorError, OSError) as error:
             raise UserError(f"{file}: damaged: {error}", "copy or export it again") from None
         return
-    state = load_weights_only(file)
+    yield from state_dict(load_weights_only(file), file).items()
+
+
+def state_dict(state: Any, file: Path) -> dict[str, torch.Tensor]:
+    """`state`, if it is names and tensors; UserError with what else `file` holds."""
+    import torch
+
     if not isinstance(state, dict) or not state:
         raise UserError(f"{file}: holds no state dict", "expected names and tensors")
-    yield from state.items()
+    for name, value in state.items():
+        if not isinstance(name, str) or not isinstance(value, torch.Tensor):
+            kind = type(value).__name__
+            raise UserError(f"{file}: {name!r:.80} is a {kind}", "expected names and tensors")
+    return state
 
 
 def load_weights_only(file: Path) -> Any:

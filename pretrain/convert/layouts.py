@@ -12,6 +12,7 @@ from pretrain.convert.tf import find_prefix, read_tf
 from pretrain.convert.vocabulary import tokenizer_size
 
 _TORCH_FILES = (".pt", ".pth", ".bin")
+_FILES = (*_TORCH_FILES, ".index", ".ckpt", ".safetensors", ".h5", ".json", ".txt")
 _HELP = (
     "expected a Hugging Face folder or hub name, a TensorFlow checkpoint prefix, or a .pt file of"
     " NVIDIA DeepLearningExamples"
@@ -71,7 +72,12 @@ def _read(path: Path, vocab: Path | None) -> SourceModel:
         source = read_nvidia(path, tokenizer_size(vocab or beside))
         source.tokenizer = beside if beside.is_file() else None
         return source
-    if not path.exists() and len(path.parts) == 2 and not path.is_absolute() and not path.suffix:
+    if (
+        not path.exists()
+        and len(path.parts) == 2
+        and not path.is_absolute()
+        and path.suffix not in _FILES
+    ):
         return read_hf(_download(str(path)))
     raise UserError(f"{path}: {'unknown layout' if path.exists() else 'no such file'}", _HELP)
 
@@ -82,9 +88,8 @@ def _download(name: str) -> Path:
 
     try:
         files = HfApi().list_repo_files(name)
-        weights = (
-            "*.safetensors*" if any(".safetensors" in f for f in files) else "pytorch_model*.bin*"
-        )
+        safe = any(f.startswith("model.safetensors") for f in files)
+        weights = "model*.safetensors*" if safe else "pytorch_model*.bin*"
         return Path(snapshot_download(name, allow_patterns=["*.json", "vocab.txt", weights]))
     except Exception as error:  # the hub client raises a dozen kinds, all of which mean this
         raise UserError(

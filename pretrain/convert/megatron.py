@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from configs import UserError
-from pretrain.convert.hf import config_from_hf, load_weights_only, normalise, read_json
+from pretrain.convert.hf import config_from_hf, load_weights_only, normalise, read_json, state_dict
 from pretrain.convert.source import MLM_BIAS, WORDS, SourceModel, finish
 
 if TYPE_CHECKING:
@@ -65,8 +65,7 @@ def read_nvidia(file: Path, true_vocab: int) -> SourceModel:
     state = load_weights_only(file)
     if isinstance(state, dict) and isinstance(state.get("model"), dict):
         state = state["model"]
-    if not isinstance(state, dict) or not state:
-        raise UserError(f"{file}: holds no state dict", "expected NVIDIA's {'model': ...}")
+    state = state_dict(state, file)
     config_file = next(
         (p for p in (file.parent / "bert_config.json", file.parent / "config.json") if p.is_file()),
         file.parent / "bert_config.json",

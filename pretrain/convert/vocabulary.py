@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from configs import UserError, make_folder
+from configs.files import read_json
 
 SPECIAL = {
     "pad_token": "[PAD]",
@@ -85,33 +86,57 @@ def tokenizer_size(source: Path) -> int:
 
 def _special_names(folder: Path) -> list[str]:
     """The special tokens as tokenizer_config.json calls them, BERT's where it does not say."""
-    file = folder / "tokenizer_config.json"
-    said = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    said = _read_config(folder)
     named = {role: said.get(role) or token for role, token in SPECIAL.items()}
     return [t["content"] if isinstance(t, dict) else t for t in named.values()]
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    file = folder / "tokenizer_config.json"
+    return read_json(file, "restore it") if file.is_file() else {}
 
 
 def write_folder(source: Path, folder: Path, lowercase: bool | None, max_length: int) -> None:
     """Copies a tokenizer folder, or builds one out of a vocab.txt.
 
     Args:
-        lowercase: for a bare vocab.txt; None looks for upper-case entries.
+        lowercase: for a vocab.txt; None takes what the tokenizer_config.json of its folder says, or
+            looks for upper-case entries.
         max_length: what the tokenizer says of the model's longest input.
+
+    Raises:
+        UserError: `lowercase` for a tokenizer.json, which has its casing in itself.
     """
     make_folder(folder)
     vocab_file = source if source.is_file() else source / "vocab.txt"
     if source.is_dir() and (source / "tokenizer.json").is_file():
+        if lowercase is not None:
+            raise UserError(
+                f"{source / 'tokenizer.json'}: has its own casing", "leave --casing out"
+            )
         for name in TOKENIZER_FILES:
             if (source / name).is_file():
                 shutil.copyfile(source / name, folder / name)
     else:
         entries = read_vocab(vocab_file)
-        lower = (not is_cased(entries)) if lowercase is None else lowercase
-        _build(entries, lower).save(str(folder / "tokenizer.json"))
+        casing = _casing(entries, lowercase, _read_config(source) if source.is_dir() else {})
+        _build(entries, casing).save(str(folder / "tokenizer.json"))
         (folder / "vocab.txt").write_text("".join(f"{e}\n" for e in entries), encoding="utf-8")
-        write_config(folder, {"do_lower_case": lower, "strip_accents": None}, max_length)
+        write_config(folder, casing, max_length)
     if not (folder / "tokenizer_config.json").is_file():
         write_config(folder, {}, max_length)
+
+
+def _casing(entries: list[str], lowercase: bool | None, said: dict[str, Any]) -> dict[str, Any]:
+    """do_lower_case, strip_accents and tokenize_chinese_chars under transformers' names."""
+    # strip_accents None follows do_lower_case, as in Google's tokenizer (B05).
+    usual = {
+        "do_lower_case": not is_cased(entries),
+        "strip_accents": None,
+        "tokenize_chinese_chars": True,
+    }
+    casing = usual | {key: said[key] for key in usual if isinstance(said.get(key), bool)}
+    return casing if lowercase is None else {**casing, "do_lower_case": lowercase}
 
 
 def write_config(folder: Path, values: dict[str, Any], max_length: int) -> None:
@@ -126,13 +151,16 @@ def write_config(folder: Path, values: dict[str, Any], max_length: int) -> None:
     (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
 
 
-def _build(entries: list[str], lowercase: bool) -> Any:
+def _build(entries: list[str], casing: dict[str, Any]) -> Any:
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
     ids = {entry: i for i, entry in enumerate(entries)}
     tokenizer = Tokenizer(models.WordPiece(ids, unk_token="[UNK]"))
-    # strip_accents None follows lowercase, as Google's tokenizer did (B05).
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase, strip_accents=None)
+    tokenizer.normalizer = normalizers.BertNormalizer(
+        lowercase=casing["do_lower_case"],
+        strip_accents=casing["strip_accents"],
+        handle_chinese_chars=casing["tokenize_chinese_chars"],
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.post_processor = processors.BertProcessing(
         ("[SEP]", ids["[SEP]"]), ("[CLS]", ids["[CLS]"])

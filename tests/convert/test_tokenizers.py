@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from configs import UserError
 from configs.model import ModelConfig
 from configs.schema import VocabConfig
 from data_prep import tokenizer as prep
@@ -111,6 +112,38 @@ def test_byte_and_unigram_vocabularies_are_exported_too(
     assert exported(sentence)["input_ids"][1:-1] == ours.encode_sentences([sentence])[0].tolist()
     assert json.loads((out / "config.json").read_text())["pad_token_id"] == ours.special_ids["pad"]
     assert exported.mask_token_id == ours.special_ids["mask"]
+
+
+@pytest.mark.parametrize("strip", [None, True, False])
+@pytest.mark.parametrize("chinese", [True, False])
+@pytest.mark.parametrize("lower", [True, False])
+def test_a_vocabulary_with_its_settings_keeps_them(
+    tmp_path: Path, lower: bool, chinese: bool, strip: bool | None
+) -> None:
+    """A folder from before tokenizer.json, of entries in small letters alone: what transformers
+    makes of it is made of the copy."""
+    from transformers import AutoTokenizer
+
+    words = ["Zoë", "zoë", "zoe", "Zoe", "中", "中国", "国"]
+    entries = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(w for w in words if w == w.lower())]
+    old = tmp_path / "old"
+    old.mkdir()
+    (old / "vocab.txt").write_text("\n".join(entries))
+    said = {"do_lower_case": lower, "strip_accents": strip, "tokenize_chinese_chars": chinese}
+    (old / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "BertTokenizer", **said})
+    )
+    write_folder(old, tmp_path / "new", None, 512)
+    theirs, ours = (AutoTokenizer.from_pretrained(tmp_path / n) for n in ("old", "new"))
+    assert [ours.tokenize(w) for w in words] == [theirs.tokenize(w) for w in words]
+    kept = json.loads((tmp_path / "new/tokenizer_config.json").read_text())
+    assert {key: kept[key] for key in said} == said
+    write_folder(old, tmp_path / "told", not lower, 512)
+    assert (
+        json.loads((tmp_path / "told/tokenizer_config.json").read_text())["do_lower_case"] != lower
+    )
+    with pytest.raises(UserError, match="has its own casing"):
+        write_folder(tmp_path / "new", tmp_path / "twice", lower, 512)
 
 
 def test_a_bare_vocabulary_tells_its_casing(tmp_path: Path, real_data: Path) -> None:

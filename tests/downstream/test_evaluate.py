@@ -135,6 +135,20 @@ def test_shards_of_another_tokenizer_are_refused(
         evaluate(tiny_model, held_out(shards))
 
 
+def test_a_folder_from_before_tokenizer_json_is_scored(
+    tmp_path: Path, tiny_model: Path, shards: Path
+) -> None:
+    old = tmp_path / "old"
+    shutil.copytree(tiny_model, old)
+    (old / "tokenizer.json").unlink()
+    wanted = evaluate(tiny_model, held_out(shards), rows=4)
+    assert evaluate(old, held_out(shards), rows=4) == wanted
+    words = (old / "vocab.txt").read_text().replace("film\n", "movie\n")
+    (old / "vocab.txt").write_text(words)
+    with pytest.raises(UserError, match="made with another tokenizer"):
+        evaluate(old, held_out(shards))
+
+
 def test_rows_that_are_not_held_out_are_said_to_be(
     tiny_model: Path, shards: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
