@@ -72,11 +72,6 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def from_dict(schema: type[T], values: dict[str, Any], origin: str = "") -> T:
-    """The inverse of `to_dict`; refuses unknown keys and wrong types by name."""
-    return _build(schema, [(origin or schema.__name__, values)])
-
-
 def _find(path: str | Path, folder: str) -> Path:
     path = Path(path)
     for candidate in (path, HERE / folder / path, HERE / folder / f"{path}.yaml"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
@@ -51,7 +51,6 @@ class Context:
     folder: Path  # of the tokenised documents
     units: int = 0
     buckets: int = 0
-    extra: dict[str, Any] = field(default_factory=dict)
 
     def unit_file(self, number: int) -> Path:
         return self.folder / f"unit-{number:05d}.arrays"

@@ -35,8 +35,6 @@ NAMES = {
 }
 BERT_SPECIALS = {role: names[0] for role, names in NAMES.items()}
 BYTE_SPECIALS = {role: names[1] for role, names in NAMES.items()}
-# ALBERT's names for SentencePiece vocabularies.
-PIECE_SPECIALS = {"pad": "<pad>", "unk": "<unk>", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
 LONGEST_WORD = 100  # characters; a longer one is [UNK] to WordPiece, as to BERT's own
 LONGEST_RUN = 1000  # characters byte-level BPE learns from as one word; Thai has sentences of one
 

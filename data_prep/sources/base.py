@@ -8,11 +8,10 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from glob import glob
 from pathlib import Path
-from typing import Any
 
 from configs.errors import UserError
 from configs.schema import SourceConfig
@@ -53,14 +52,6 @@ class Range:
     pieces: tuple[Piece, ...]
     size: int
     fingerprint: str  # of the content of every file it reads, and of which part is its own
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @staticmethod
-    def from_json(values: dict[str, Any]) -> Range:
-        pieces = tuple(Piece(**piece) for piece in values["pieces"])
-        return Range(**{**values, "pieces": pieces})
 
 
 class Source(ABC):

@@ -62,7 +62,7 @@ def read(path: Path, **keys: object) -> tuple[Found, Counter[str], list[Range]]:
 
 def read_source(source: Source) -> tuple[Found, Counter[str], list[Range]]:
     tally = Tally()
-    units = [Range.from_json(unit.to_json()) for unit in source.ranges()]
+    units = source.ranges()
     found = [
         (d.id, len(d.paragraphs), hash(tuple(d.paragraphs)))
         for unit in units
