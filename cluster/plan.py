@@ -12,6 +12,7 @@ from cluster.planner.layouts import Plan, evaluate, gpus_for, quickest, recipe_l
 from cluster.planner.measured import MEMORY_WITHIN, TIME_WITHIN, Comparison, compare_all
 from cluster.planner.step_time import MASKED, Layout
 from configs import UserError, load_recipe
+from configs.cli import add_recipe
 from configs.console import duration
 from configs.model import model_flops, parameter_count
 from configs.schema import Recipe
@@ -30,8 +31,7 @@ def main(argv: list[str]) -> int | None:
         "  python -m cluster plan bert-large-64k --gpus 64 --card H100\n"
         "  python -m cluster plan bert-large-64k --gpus 512 model.preset=megatron-8.3b parallel.tp=8",
     )
-    parser.add_argument("recipe", help="a YAML file, or the name of one in configs/recipes")
-    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
+    add_recipe(parser, "changes to the recipe")
     parser.add_argument("--gpus", type=int, required=True)
     parser.add_argument("--card", default="H100", help="H100, H200, A100, RTX4090")
     parser.add_argument("--gpus-per-node", type=int, default=8)

@@ -14,6 +14,7 @@ from cluster.slurm import client
 from cluster.slurm.chain import Job, build_chain
 from cluster.slurm.render import render, work_key
 from configs import UserError, load_profile, load_recipe, say
+from configs.cli import add_recipe
 from configs.files import publish_text, read_json
 from configs.loading import to_dict
 from configs.schema import Profile, Recipe
@@ -29,10 +30,7 @@ def main(argv: list[str]) -> int | None:
         "has succeeded. Scripts, logs and states are kept in WORK_DIR/slurm. The same command again "
         "queues what is not finished.",
     )
-    parser.add_argument("recipe", help="a YAML file, or the name of one in configs/recipes")
-    parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="key=value", help="changes to the recipe"
-    )
+    add_recipe(parser, "changes to the recipe")
     parser.add_argument("--profile", required=True, help="a YAML file, or one of configs/profiles")
     parser.add_argument(
         "--set", action="append", default=[], metavar="key=value", help="a change to the profile"

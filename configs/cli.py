@@ -6,6 +6,7 @@ import what another needs.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -15,6 +16,12 @@ from pathlib import Path
 from configs.errors import UserError, run_cli
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+def add_recipe(parser: argparse.ArgumentParser, overrides: str) -> None:
+    """What every command that takes a recipe is given first. overrides: help, e.g. an example."""
+    parser.add_argument("recipe", help="a YAML file, or the name of one in configs/recipes")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=overrides)
 
 
 def dispatch(room: str, about: str, commands: Mapping[str, tuple[str, str]]) -> None:

@@ -7,6 +7,7 @@ import os
 import sys
 
 from configs import load_recipe, say
+from configs.cli import add_recipe
 
 
 def main(argv: list[str]) -> int | None:
@@ -17,10 +18,7 @@ def main(argv: list[str]) -> int | None:
         "nodes: mpirun -n N (or srun --mpi=pmix) python -m data_prep build RECIPE prep.executor=mpi. "
         "The bytes are the same for any number of workers.",
     )
-    parser.add_argument("recipe", help="a YAML file, or the name of one in configs/recipes")
-    parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="key=value", help="e.g. prep.workers=8"
-    )
+    add_recipe(parser, "e.g. prep.workers=8")
     parser.add_argument("--set", action="append", dest="sets", help="only this shard set (repeat)")
     arguments = parser.parse_intermixed_args(argv)
     recipe = load_recipe(arguments.recipe, arguments.overrides)

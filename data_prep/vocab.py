@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from configs import Progress, Recipe, UserError, load_recipe, make_folder, say
+from configs.cli import add_recipe
 from configs.files import lock_folder, read_json
 from configs.loading import difference
 
@@ -21,10 +22,7 @@ def main(argv: list[str]) -> int | None:
         description=__doc__,
         epilog="vocab.file=PATH loads a vocab.txt, tokenizer.json or .model instead of training.",
     )
-    parser.add_argument("recipe", help="a YAML file, or the name of one in configs/recipes")
-    parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="key=value", help="e.g. vocab.size=8192"
-    )
+    add_recipe(parser, "e.g. vocab.size=8192")
     arguments = parser.parse_args(argv)
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     with lock_folder(Path(recipe.work_dir), "making of a vocabulary"):

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from statistics import median
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from configs import UserError
@@ -151,12 +151,7 @@ class StopSignals:
         self._before = {number: signal.signal(number, self._note) for number in self.numbers}
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 

@@ -9,19 +9,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from bench.loader import pair_lengths
 from configs import UserError
 from pretrain.data.packing import SHAPES, SMALLEST, UNIT, Packer, deal
 from pretrain.objectives.masking import mask_counts
-
-
-def pair_lengths(rng: np.random.Generator, rows: int, longest: int, fill: float) -> np.ndarray:
-    """Lengths as NSP pairs have them: most rows nearly full, the others of any length."""
-    full = (fill - 0.53) / (0.97 - 0.53)
-    return np.where(
-        rng.random(rows) < full,
-        rng.integers(int(0.94 * longest), longest + 1, rows),
-        rng.integers(int(0.06 * longest), longest + 1, rows),
-    )
 
 
 def packer(lengths, longest, global_batch, dp, budget, cap=None) -> Packer:
