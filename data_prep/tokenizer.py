@@ -84,6 +84,7 @@ class Tokenizer:
             if self._cache is not None
             else "PreTrainedTokenizerFast",
             "model_max_length": 512,
+            "model_input_names": ["input_ids", "token_type_ids", "attention_mask"],
             "clean_up_tokenization_spaces": False,
             "lambert_kind": self.kind,
             **self.switches,

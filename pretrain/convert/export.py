@@ -144,10 +144,13 @@ def _write_small_files(fresh: Path, opened: Opened, dtype: str) -> None:
 
 
 def _patch_tokenizer(folder: Path, config: ModelConfig) -> None:
-    """Sets the length that the model can take; casing stays as the shards were built (B05)."""
+    """Sets the length that the model can take, and that its inputs tell the segments of a pair apart,
+    which transformers does unasked for WordPiece alone; casing stays as the shards were built (B05).
+    """
     file = folder / "tokenizer_config.json"
     values = json.loads(file.read_text(encoding="utf-8"))
     values["model_max_length"] = config.max_position_embeddings
+    values["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]
     file.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

@@ -98,7 +98,7 @@ class Question(Kind):
             if found and found[0] > best[example][0]:
                 score, first, last = found
                 best[example] = (score, rows[example]["context"][first:last])
-        answers = [text for _, text in best]
+        answers = [text.strip() for _, text in best]  # a piece may begin with the blank before it
         gaps = (
             [float(n - s) for n, (s, _) in zip(null, best)] if self.task.name == "squad-2" else None
         )

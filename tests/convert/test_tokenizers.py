@@ -110,6 +110,12 @@ def test_byte_and_unigram_vocabularies_are_exported_too(
     exported = AutoTokenizer.from_pretrained(out)
     sentence = "The kiln reached nine hundred degrees."
     assert exported(sentence)["input_ids"][1:-1] == ours.encode_sentences([sentence])[0].tolist()
+    # Of a pair, B is segment 1 as in the rows that the model was trained on.
+    for tokenizer in (exported, AutoTokenizer.from_pretrained(work / "vocab")):
+        pair = tokenizer(sentence, "It held.")
+        ids, types = pair["input_ids"], pair["token_type_ids"]
+        second = ids.index(ours.special_ids["sep"]) + 1
+        assert types == [0] * second + [1] * (len(ids) - second)
     assert json.loads((out / "config.json").read_text())["pad_token_id"] == ours.special_ids["pad"]
     assert exported.mask_token_id == ours.special_ids["mask"]
 

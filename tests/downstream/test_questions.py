@@ -106,6 +106,15 @@ def test_blanks_around_an_answer_do_not_hide_it(tokenizer) -> None:
     assert spans == [(4, 7), (4, 7)]
 
 
+def test_answers_have_no_blank_of_the_piece_they_begin_with(tokenizer) -> None:
+    """Pieces of SentencePiece and byte-level BPE start at the blank before a word."""
+    row = {"id": "1", "context": "our cat sat", "question": "who", "answers": [("cat", 4)]}
+    kind, (feature,) = encode(tokenizer, [row])
+    feature["offsets"] = [o and (max(0, o[0] - 1), o[1]) for o in feature["offsets"]]
+    _, predictions = kind.score([row], [feature], oracle([feature]))
+    assert predictions == [{"id": "1", "answer": "cat"}]
+
+
 def test_unanswerable_questions_are_no_task_of_squad_1(tokenizer) -> None:
     """They would count as wrong whatever the model says."""
     row = {"id": "7", "context": "the dog sat", "question": "where", "answers": []}
