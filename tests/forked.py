@@ -16,11 +16,15 @@ from tests import forked_child
 
 REPO = Path(__file__).resolve().parent.parent
 _CONTEXT = get_context("forkserver")
+_LOADED = [
+    *("deepspeed", "megatron.core.tensor_parallel.layers", "pretrain.engine_deepspeed"),
+    *("pretrain.trainer", "tests.trainer.sabotage"),
+]
 
 
 def serve() -> None:
     """Begins to load. Before any test: a process has one server, and data_prep's loads less."""
-    _CONTEXT.set_forkserver_preload(["deepspeed", "pretrain.trainer", "tests.trainer.sabotage"])
+    _CONTEXT.set_forkserver_preload(_LOADED)
     forkserver.ensure_running()
 
 
