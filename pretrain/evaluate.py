@@ -183,6 +183,8 @@ def _held_out_scores(
         device=device,
         nsp=model.s.config.nsp_head,
     )
+    if scorer.warning:
+        say(f"note: {scorer.warning}")
     return scorer.run(model)
 
 

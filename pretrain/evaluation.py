@@ -68,6 +68,7 @@ class Evaluator:
             held_out, masking, max(dp, len(self._pieces[0])), dp, micro_batch_tokens
         )
         self._builder = BatchBuilder(held_out, masking, _SEED, _PHASE, packer)
+        self.warning = self._builder.warning  # what keeps the masks from being as asked, or ""
 
     def batches(self) -> Any:
         """This rank's micro-batches (on the host), the same number on every rank."""

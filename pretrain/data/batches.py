@@ -80,6 +80,10 @@ class BatchBuilder:
         self.shards, self.seed, self.phase, self.packer = shards, seed, phase, packer
         self.masker = Masker(masking, shards, seed, phase)
         self.static = shards.layout.static_masks
+        # What the user should know, "" if all is as asked.
+        self.warning = self.masker.warning()
+        if self.static:
+            self.warning = f"{shards.folder} holds static masks: `masking` is not used"
 
     def plan(self, rows: np.ndarray) -> tuple[Plan, np.ndarray, np.ndarray]:
         """(plan, lengths, predictions) of a global batch of these rows."""
@@ -173,10 +177,7 @@ class Batches:
         self.order = RowOrder(shards.num_rows, seed)
         packer = make_packer(shards, masking, phase.global_batch, dp, micro_batch_tokens)
         self.builder = BatchBuilder(shards, masking, seed, phase_index, packer)
-        # What the user should know, "" if all is as asked.
-        self.warning = self.builder.masker.warning()
-        if self.builder.static:
-            self.warning = f"{shards.folder} holds static masks: `masking` is not used"
+        self.warning = self.builder.warning
         self._thread = ThreadPoolExecutor(1, "batches", self._enter_thread)
         self._making: tuple[int, Future[GlobalBatch]] | None = None
         self._here: tuple[int, GlobalBatch] | None = None  # on the device already

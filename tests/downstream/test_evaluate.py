@@ -135,6 +135,25 @@ def test_shards_of_another_tokenizer_are_refused(
         evaluate(tiny_model, held_out(shards))
 
 
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("probability", ["0.15", "0.5"])
+def test_a_masking_rate_that_the_shards_do_not_give_is_told(
+    tmp_path: Path, tiny_model: Path, capsys, static: bool, probability: str
+) -> None:
+    """Rows of 48 tokens keep 8 predictions at most; static masks are those of the build."""
+    size = len(json.loads((tiny_model / "tokenizer.json").read_text())["model"]["vocab"])
+    folder = make_shards(
+        tmp_path / "s", rows=8, max_length=48, vocab_size=size, held_out_rows=8, static_masks=static
+    )
+    shutil.copyfile(tiny_model / "tokenizer.json", folder / "tokenizer.json")
+    main(
+        [str(tiny_model), "--shards", str(folder), "--pseudo-rows=0", "--probability", probability]
+    )
+    said = capsys.readouterr().out
+    assert ("static masks" in said) == static
+    assert ("16.7% of a full row of 48 tokens" in said) == (probability == "0.5" and not static)
+
+
 def test_a_folder_from_before_tokenizer_json_is_scored(
     tmp_path: Path, tiny_model: Path, shards: Path
 ) -> None:
