@@ -93,7 +93,7 @@ def run_grid(
                 )
                 if save_best and not result["diverged"] and result[task.metrics[0]] > best_seen:
                     with refused_writes(out / "best"):
-                        _save_best(trainer, tokenizer, out / "best")
+                        _save_best(trainer, kind, out / "best")
                 publish_text(done, json.dumps(result, indent=2))
             result = read_json(done, "remove it, and this rate and seed are trained again")
             diverged = result.get("diverged", False)
@@ -295,7 +295,7 @@ def _best_so_far(out: Path, metric: str) -> float:
     return max(good, default=-float("inf"))
 
 
-def _save_best(trainer: Trainer, tokenizer: Any, folder: Path) -> None:
+def _save_best(trainer: Trainer, kind: Kind, folder: Path) -> None:
     fresh = folder.with_name(f".{folder.name}.new")
     shutil.rmtree(fresh, ignore_errors=True)
     model: Any = trainer.model
@@ -308,8 +308,9 @@ def _save_best(trainer: Trainer, tokenizer: Any, folder: Path) -> None:
         state = {
             k: v.contiguous() for k, v in model.state_dict().items() if not k.startswith("encoder.")
         }
-        save_file(state, fresh / "tagger.safetensors")
-    tokenizer.save_pretrained(str(fresh))
+        about = {"format": "pt", "labels": json.dumps(kind.labels), "layers": model.layers}
+        save_file(state, fresh / "tagger.safetensors", metadata=about)
+    kind.tokenizer.save_pretrained(str(fresh))
     shutil.rmtree(folder, ignore_errors=True)
     fresh.rename(folder)
 

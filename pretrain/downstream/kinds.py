@@ -33,6 +33,8 @@ class Kind(ABC):
     def __init__(self, task: Task, settings: Settings, tokenizer: PreTrainedTokenizerFast) -> None:
         self.task, self.settings, self.tokenizer = task, settings, tokenizer
         self.labels: list[str] = list(task.labels)
+        # Eights suit GPUs, but may not make a row longer than asked: the model may end there.
+        self.pad_to = None if settings.max_length % 8 else 8
         self.pairs: bool | None = None  # of own files: whether those seen so far have two texts
 
     def learn_labels(self, rows: list[Row], origin: str) -> None:
@@ -60,7 +62,7 @@ class Kind(ABC):
     def collator(self) -> Callable[..., Any]:
         from transformers import DataCollatorWithPadding
 
-        return DataCollatorWithPadding(self.tokenizer, pad_to_multiple_of=8)
+        return DataCollatorWithPadding(self.tokenizer, pad_to_multiple_of=self.pad_to)
 
     @abstractmethod
     def encode(self, rows: list[Row], split: str) -> list[Feature]: ...
@@ -183,6 +185,8 @@ class Tag(Kind):
     def learn_labels(self, rows: list[Row], origin: str) -> None:
         tags = {tag for row in rows for tag in pick(row, self.task.label, origin)}
         kinds = {tag[2:] for tag in tags if tag != "O"}
+        if not kinds:
+            raise UserError(f"{origin}: no word has a tag but O", "name the file with the tags")
         self.labels = ["O"] + [f"{mark}-{kind}" for kind in sorted(kinds) for mark in "BI"]
 
     def auto_class(self) -> Any:
@@ -193,7 +197,7 @@ class Tag(Kind):
     def collator(self) -> Callable[..., Any]:
         from transformers import DataCollatorForTokenClassification
 
-        return DataCollatorForTokenClassification(self.tokenizer, pad_to_multiple_of=8)
+        return DataCollatorForTokenClassification(self.tokenizer, pad_to_multiple_of=self.pad_to)
 
     def encode(self, rows: list[Row], split: str) -> list[Feature]:
         known = {label: i for i, label in enumerate(self.labels)}
@@ -258,7 +262,7 @@ class Choice(Kind):
     def collator(self) -> Callable[..., Any]:
         from transformers import DataCollatorForMultipleChoice
 
-        return DataCollatorForMultipleChoice(self.tokenizer, pad_to_multiple_of=8)
+        return DataCollatorForMultipleChoice(self.tokenizer, pad_to_multiple_of=self.pad_to)
 
     def encode(self, rows: list[Row], split: str) -> list[Feature]:
         features = []

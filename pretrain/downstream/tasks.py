@@ -63,6 +63,7 @@ _MNLI_SPLITS = (
     ("dev", ("dev_matched", "validation_matched", "dev", "validation")),
     ("mismatched", ("dev_mismatched", "validation_mismatched")),
     ("test", ("test_matched", "test")),
+    ("test_mismatched", ("test_mismatched",)),
 )
 _TAG_SPLITS = (
     ("train", ("train", "eng.train", "wnut17train")),

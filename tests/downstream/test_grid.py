@@ -192,7 +192,12 @@ def test_feature_based_tagger_trains_without_touching_the_encoder(
 
     before = AutoModel.from_pretrained(tiny_model).state_dict()
     assert all(torch.equal(v.cpu(), before[k]) for k, v in made[0].encoder.state_dict().items())
-    assert (tmp_path / "out/best/tagger.safetensors").is_file()
+    from safetensors import safe_open
+
+    with safe_open(tmp_path / "out/best/tagger.safetensors", "pt") as file:
+        about = file.metadata()
+    assert json.loads(about["labels"]) == ["O", "B-ANIMAL", "I-ANIMAL"]
+    assert about["layers"] == layers
 
 
 def test_every_kind_trains_through_the_command(tmp_path: Path, tiny_model: Path, capsys) -> None:

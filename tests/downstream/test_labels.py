@@ -92,6 +92,28 @@ def test_own_files_are_pairs_all_or_none(tokenizer) -> None:
             kind.encode(second, "dev")
 
 
+@pytest.mark.parametrize("length", [16, 20, 21])
+@pytest.mark.parametrize("task", ["classify", "ner", "swag", "squad"])
+def test_padding_makes_no_row_longer_than_asked(tokenizer, task: str, length: int) -> None:
+    """A model may have that many positions and no more."""
+    kind = KINDS[TASKS[task].kind](TASKS[task], replace(QUICK, max_length=length), tokenizer)
+    long = "the cat sat " * 20
+    row = {"text": long, "label": "x", "tokens": long.split(), "tags": ["O"] * 60}
+    row |= {"sent1": long, **{f"ending{i}": "a" for i in range(4)}}
+    row |= {"id": "1", "question": "who", "context": long, "answers": [("the", 0)]}
+    kind.labels = kind.labels or ["O", "x"]
+    keys = ("input_ids", "attention_mask", "labels", "start_positions")
+    rows = [{**row, "label": 0 if task == "swag" else "x"}]
+    features = [{k: f[k] for k in keys if k in f} for f in kind.encode(rows, "train")]
+    assert kind.collator()(features)["input_ids"].shape[-1] == length
+
+
+def test_tags_of_no_entity_teach_nothing(tokenizer) -> None:
+    kind = KINDS["tag"](TASKS["ner"], QUICK, tokenizer)
+    with pytest.raises(UserError, match="ner train: no word has a tag but O"):
+        kind.learn_labels([{"tokens": ["a", "b"], "tags": ["O", "O"]}], "ner train")
+
+
 @pytest.mark.parametrize(
     ("task", "row"),
     [

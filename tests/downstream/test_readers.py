@@ -295,7 +295,7 @@ def test_missing_folders_files_and_tasks_are_named(tmp_path: Path) -> None:
         ("swag", "train.csv val.csv test.csv", "sent1,sent2\na,b\n"),  # of rowanz/swagaf
         ("ner", "eng.train eng.testa eng.testb", "EU B-ORG\n"),  # of the shared task
         ("ner", "train.txt valid.txt test.txt", "EU B-ORG\n"),
-        ("mnli", "train.tsv dev_matched.tsv dev_mismatched.tsv test_matched.tsv",
+        ("mnli", "train.tsv dev_matched.tsv dev_mismatched.tsv test_matched.tsv test_mismatched.tsv",
          "sentence1\tsentence2\tgold_label\na\tb\tneutral\n"),
     ],
 )  # fmt: skip
