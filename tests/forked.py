@@ -16,15 +16,11 @@ from tests import forked_child
 
 REPO = Path(__file__).resolve().parent.parent
 _CONTEXT = get_context("forkserver")
-_LOADED = [
-    *("deepspeed", "megatron.core.tensor_parallel.layers", "pretrain.engine_deepspeed"),
-    *("pretrain.trainer", "tests.trainer.sabotage"),
-]
 
 
 def serve() -> None:
     """Begins to load. Before any test: a process has one server, and data_prep's loads less."""
-    _CONTEXT.set_forkserver_preload(_LOADED)
+    _CONTEXT.set_forkserver_preload(["tests.loaded"])
     forkserver.ensure_running()
 
 
