@@ -4,8 +4,7 @@ import os
 import warnings
 
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # CUDA asked for its GPUs survives no fork
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # of what Megatron would like to have beside it
+with warnings.catch_warnings(record=True):  # shows none of what Megatron would like beside it
     import deepspeed  # noqa: F401
     import megatron.core.tensor_parallel.layers  # noqa: F401
 
