@@ -100,6 +100,11 @@ def evaluate(
         raise UserError("--device cuda: torch finds no GPU here", "leave it out, or say cpu")
     device = device or ("cuda" if gpu else "cpu")
     opened = open_model(path)
+    if any(name.startswith("cls.predictions.") for name in opened.random_heads):
+        raise UserError(
+            f"{opened.path}: its masked-LM head is drawn at random, the imported model has none",
+            "train from it first (checkpoint.init_from), then name that run",
+        )
     if held_out is not None:
         check_tokenizer(opened.tokenizer, held_out)
         positions = opened.config.max_position_embeddings
@@ -116,7 +121,8 @@ def evaluate(
     budget = 65536 if device == "cuda" else 8192
     scores: dict[str, Any] = {}
     if held_out is not None:
-        scores |= _held_out_scores(model, held_out, rows, probability, budget, device)
+        nsp = opened.config.nsp_head and not opened.random_heads
+        scores |= _held_out_scores(model, held_out, rows, probability, budget, device, nsp)
         if pseudo_rows:
             from pretrain.downstream.pseudo import pseudo_perplexity
 
@@ -171,6 +177,7 @@ def _held_out_scores(
     probability: float,
     budget: int,
     device: str,
+    nsp: bool,
 ) -> dict[str, float]:
     from pretrain.evaluation import Evaluator
 
@@ -181,7 +188,7 @@ def _held_out_scores(
         rows,
         micro_batch_tokens=budget,
         device=device,
-        nsp=model.s.config.nsp_head,
+        nsp=nsp,
     )
     if scorer.warning:
         say(f"note: {scorer.warning}")

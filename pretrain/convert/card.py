@@ -43,6 +43,7 @@ def model_card(
     """README.md with the hub's metadata block."""
     recipe = meta.get("recipe") or {}
     name = recipe.get("name", "bert")
+    random = meta.get("imported", {}).get("new_heads", [])
     languages = sorted({source.get("language", "en") for source in recipe.get("sources", [])})
     lines = [
         "---",
@@ -62,6 +63,7 @@ def model_card(
         f" {parameter_count(config) / 1e6:.1f} M parameters), pretrained with Lambert.",
         "",
         f"Heads: masked LM{' and next-sentence prediction' if config.nsp_head else ''}.",
+        *([f"Drawn at random and not trained: {', '.join(random)}."] if random else []),
         "",
         "## Training data",
         "",

@@ -28,6 +28,11 @@ class Opened:
     path: Path
     meta: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def random_heads(self) -> list[str]:
+        """Tensors that an import drew at random; the checkpoint of a training has none."""
+        return list(self.meta.get("imported", {}).get("new_heads", []))
+
 
 def open_model(path: Path, vocab: Path | None = None) -> Opened:
     """The model at `path`: work_dir, train folder, checkpoint folder, or HF folder with its MLM head.

@@ -14,9 +14,11 @@ import torch
 
 from configs import UserError
 from data_prep.shards import held_out
+from pretrain.convert.export import export
 from pretrain.convert.importing import import_model
 from pretrain.evaluate import evaluate, main
 from tests.downstream.test_blimp import blimp_file
+from tests.downstream.test_loading import copy_with
 from tests.synthetic import make_shards
 
 
@@ -57,6 +59,28 @@ def test_run_and_hf_folder_score_alike(
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert last["mlm_loss"] == scores[0]["mlm_loss"] and last["blimp_pairs"] == 30
     assert last["pseudo_perplexity"] != last["mlm_perplexity"] and last["blimp_seconds"] > 0
+
+
+def test_heads_that_an_import_drew_at_random_are_not_scored(
+    tmp_path: Path, tiny_model: Path, shards: Path
+) -> None:
+    """A run has every head; what its source lacked is noise until it is trained."""
+    rows = held_out(shards)
+    for lacking, folder in (("cls.", "bare"), ("cls.seq_relationship.", "no-nsp")):
+        model = copy_with(
+            tiny_model,
+            tmp_path / folder,
+            lambda t, lacking=lacking: {k: v for k, v in t.items() if not k.startswith(lacking)},
+        )
+        run = import_model(model, tmp_path / f"{folder}-run")
+        card = (export(run, tmp_path / f"{folder}-hf") / "README.md").read_text()
+        assert "at random and not trained: cls.seq_relationship.weight" in card
+        if folder == "bare":
+            with pytest.raises(UserError, match="masked-LM head is drawn at random"):
+                evaluate(run, rows)
+        else:
+            assert evaluate(run, rows) == evaluate(model, rows)
+            assert "nsp_loss" not in evaluate(run, rows)
 
 
 def test_held_out_scores_equal_transformers(tiny_model: Path, shards: Path) -> None:
