@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cluster.environment import free_port
 from configs.errors import DIVERGED_EXIT, LOST_RANK_EXIT
 from pretrain import watchdog
 from pretrain.watchdog import Watchdog
@@ -23,9 +22,8 @@ FAULTS = [("fine", -1), ("raise", 0), ("raise", 2), ("diverge", 1), ("linger", 0
 
 
 def begin(folder: Path, fault: str, bad: int) -> list[BaseProcess]:
-    port = free_port()
     return [
-        forked.start(rank_main, rank, port, folder, fault, bad, log=folder / f"{rank}.out")
+        forked.start(rank_main, rank, folder, fault, bad, log=folder / f"{rank}.out")
         for rank in range(WORLD)
     ]
 

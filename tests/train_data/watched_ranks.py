@@ -17,8 +17,8 @@ from pretrain.watchdog import Watchdog, connect
 WORLD, TIMEOUT_S, STEPS = 3, 12.0, 6
 
 
-def rank_main(rank: int, port: int, folder: Path, fault: str, bad: int) -> None:
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD)
+def rank_main(rank: int, folder: Path, fault: str, bad: int) -> None:
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=WORLD)
     dog = Watchdog(folder, TIMEOUT_S, rank, WORLD, connect(rank, WORLD), poll_s=0.2)
     try:
         for step in range(STEPS):

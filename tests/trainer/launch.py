@@ -8,21 +8,18 @@ import tempfile
 import time
 from pathlib import Path
 
-from cluster.environment import free_port
 from tests import forked
 
 
 def world(size: int, function: str, *arguments, timeout: float = 1200) -> list:
     """[what `function` ("module:name") returned on rank 0, 1, ...]; it is called with `arguments`
     inside an initialised process group. A failing rank's output is in the error."""
-    port = str(free_port())
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         processes = []
         for rank in range(size):
             env = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
-            env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            job = (str(folder / f"{rank}.result"), function, arguments)
+            job = (folder, rank, size, function, arguments)
             processes.append(forked.start(_run, *job, log=folder / f"{rank}.log", **env))
         try:
             end = time.monotonic() + timeout
@@ -42,14 +39,14 @@ def world(size: int, function: str, *arguments, timeout: float = 1200) -> list:
         return [pickle.loads((folder / f"{r}.result").read_bytes()) for r in range(size)]
 
 
-def _run(result: str, function: str, arguments: tuple) -> None:
+def _run(folder: Path, rank: int, size: int, function: str, arguments: tuple) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=size)
     module, _, name = function.partition(":")
     value = getattr(importlib.import_module(module), name)(*arguments)
-    Path(result).write_bytes(pickle.dumps(value))
+    (folder / f"{rank}.result").write_bytes(pickle.dumps(value))
     dist.barrier()
     dist.destroy_process_group()
