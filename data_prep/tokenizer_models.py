@@ -155,12 +155,12 @@ def _wordpiece(vocab: dict[str, int], origin: str, config: VocabConfig) -> Built
     backend = Backend(
         models.WordPiece(vocab, unk_token=specials["unk"], max_input_chars_per_word=LONGEST_WORD)
     )
-    _bert_steps(backend, config)
+    bert_steps(backend, config)
     _finish(backend, specials)
     return backend, "wordpiece", specials, _switches(config)
 
 
-def _bert_steps(backend: Backend, config: VocabConfig) -> None:
+def bert_steps(backend: Backend, config: VocabConfig) -> None:
     strip = config.lowercase if config.strip_accents is None else config.strip_accents
     backend.normalizer = normalizers.BertNormalizer(
         clean_text=True, handle_chinese_chars=True, strip_accents=strip, lowercase=config.lowercase
@@ -173,7 +173,7 @@ def _train_wordpiece(config: VocabConfig, texts: Iterator[str]) -> Built:
     """Same text, same vocabulary. The trainer numbers letters inside words in an order that changes
     from run to run and breaks ties between merges by number, so it gets them with numbers here."""
     backend = Backend(models.WordPiece(unk_token="[UNK]"))
-    _bert_steps(backend, config)
+    bert_steps(backend, config)
     normalizer, pre_tokenizer = backend.normalizer, backend.pre_tokenizer
     assert normalizer is not None and pre_tokenizer is not None
     with spooled(without_long_words(texts, backend, LONGEST_WORD)) as (counts, again):
@@ -203,7 +203,7 @@ def _train_wordpiece(config: VocabConfig, texts: Iterator[str]) -> Built:
     return _wordpiece({t: i for i, t in enumerate(tokens)}, "the trained vocabulary", config)
 
 
-def _byte_steps(backend: Backend) -> None:
+def byte_steps(backend: Backend) -> None:
     # A sentence starts with a space, so that its first word is the same token as elsewhere.
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     backend.decoder = decoders.ByteLevel()
@@ -212,14 +212,14 @@ def _byte_steps(backend: Backend) -> None:
 def _byte_bpe(vocab: dict[str, int], merges: list[tuple[str, str]], origin: str) -> Built:
     specials = find_specials(vocab.__contains__, origin)
     backend = Backend(models.BPE(vocab, merges))
-    _byte_steps(backend)
+    byte_steps(backend)
     _finish(backend, specials)
     return backend, "byte-bpe", specials, {"add_prefix_space": True}
 
 
 def _train_byte_bpe(config: VocabConfig, texts: Iterator[str]) -> Built:
     backend = Backend(models.BPE())
-    _byte_steps(backend)
+    byte_steps(backend)
     trainer = trainers.BpeTrainer(
         vocab_size=config.size,
         min_frequency=config.min_frequency,
@@ -228,7 +228,7 @@ def _train_byte_bpe(config: VocabConfig, texts: Iterator[str]) -> Built:
         show_progress=False,
     )
     steps = Backend(models.BPE())
-    _byte_steps(steps)
+    byte_steps(steps)
     backend.train_from_iterator(without_long_words(texts, steps, LONGEST_RUN), trainer)
     model = json.loads(backend.to_str())["model"]
     return _byte_bpe(model["vocab"], [(a, b) for a, b in model["merges"]], "the trained vocabulary")

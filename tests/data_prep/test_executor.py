@@ -23,7 +23,7 @@ from data_prep.executor import (
     Executor,
     Processes,
     TaskFailed,
-    _check_world,
+    check_world,
     deal,
     make_executor,
 )
@@ -102,10 +102,10 @@ def test_processes_started_by_a_launcher_are_refused(monkeypatch: pytest.MonkeyP
     with pytest.raises(UserError, match="3 processes were started, but prep.executor=processes"):
         make_executor("processes", 1)
     with pytest.raises(UserError, match="MPI sees 1 rank, the launcher started 3"):
-        _check_world(1)
-    _check_world(3)
+        check_world(1)
+    check_world(3)
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "1")
-    _check_world(1)
+    check_world(1)
 
 
 @pytest.fixture(scope="module")

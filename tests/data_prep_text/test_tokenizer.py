@@ -23,7 +23,7 @@ from transformers import AutoTokenizer
 from configs import UserError
 from configs.schema import VocabConfig
 from data_prep.tokenizer import Tokenizer, load, train
-from data_prep.tokenizer_models import _bert_steps, _byte_steps
+from data_prep.tokenizer_models import bert_steps, byte_steps
 from data_prep.training_text import without_long_words
 from tests.data_prep_text.test_tokenizer_words import SETTINGS, TEXTS
 
@@ -187,9 +187,9 @@ def test_training_twice_gives_the_same_bytes(trained) -> None:
 def backend_of(kind: str) -> Backend:
     backend = Backend(models.BPE())
     if kind == "wordpiece":
-        _bert_steps(backend, VocabConfig())
+        bert_steps(backend, VocabConfig())
     else:
-        _byte_steps(backend)
+        byte_steps(backend)
     return backend
 
 
