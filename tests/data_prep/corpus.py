@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -143,7 +142,4 @@ def command(
 
 
 def run(arguments: list[str], repo: Path, timeout: float = 600) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(repo), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        arguments, cwd=repo, env=environment, capture_output=True, text=True, timeout=timeout
-    )
+    return subprocess.run(arguments, cwd=repo, capture_output=True, text=True, timeout=timeout)

@@ -156,13 +156,12 @@ def kill_and_resume(corpus: Path, repo: Path, work: Path, moments: int, seed: in
     """
     draw = random.Random(seed)
     arguments = command(corpus, f"work_dir={work}", "prep.workers=2")
-    environment = {**os.environ, "PYTHONPATH": str(repo), "OMP_NUM_THREADS": "1"}
     struck, longest, fresh = 0, 4.0, True
     for _ in range(10 * moments):
         if struck == moments:
             break
         process = subprocess.Popen(
-            arguments, cwd=repo, env=environment, start_new_session=True,
+            arguments, cwd=repo, start_new_session=True,
             stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
         )  # fmt: skip
         began = time.monotonic()
@@ -205,11 +204,10 @@ def test_b21_finished_units_are_untouched_after_a_kill(
     """kill -9 after 7 finished units, then after 15: what was finished keeps its times."""
     work = vocab(corpus, repo, "counted")
     arguments = command(corpus, f"work_dir={work}", "prep.workers=2")
-    environment = {**os.environ, "PYTHONPATH": str(repo), "OMP_NUM_THREADS": "1"}
     times: dict[Path, int] = {}
     for wanted in (7, 15):
         process = subprocess.Popen(
-            arguments, cwd=repo, env=environment, start_new_session=True, stdout=subprocess.DEVNULL
+            arguments, cwd=repo, start_new_session=True, stdout=subprocess.DEVNULL
         )
         while process.poll() is None and len(list(work.rglob("unit-*.arrays"))) < wanted:
             time.sleep(0.002)
@@ -232,10 +230,7 @@ def test_workers_end_with_a_killed_parent(corpus: Path, repo: Path, tmp_path: Pa
         "from tests.data_prep.tasks import sleep_long\n"
         "Processes(2).map(sleep_long, sys.argv[1], [1, 2], [1, 1], 'sleep')\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(repo)}
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path)], cwd=repo, env=environment
-    )
+    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=repo)
     deadline = time.monotonic() + 300
     while len(list(tmp_path.glob("*"))) < 2 and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -258,13 +253,12 @@ def alive(pid: int) -> bool:
 
 
 needs_mpi = pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed")
-MPI_AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+MPIRUN = ["mpirun", "--oversubscribe", "--allow-run-as-root", "-n"]
 
 
 def mpirun(ranks: int, arguments: list[str], repo: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, **MPI_AS_ROOT, "PYTHONPATH": str(repo), "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        ["mpirun", "-n", str(ranks), "--oversubscribe", *arguments], cwd=repo, env=environment,
+        [*MPIRUN, str(ranks), *arguments], cwd=repo,
         capture_output=True, text=True, timeout=600,
     )  # fmt: skip
 
@@ -293,10 +287,9 @@ def test_b19_one_failing_rank_ends_the_job(
     (text / "013.txt").unlink()
     work = vocab(corpus, repo, "failing")
     overrides = [f"sources.0.path={text}", f"work_dir={work}", "prep.executor=mpi"]
-    environment = {**os.environ, **MPI_AS_ROOT, "PYTHONPATH": str(repo), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        ["mpirun", "-n", "4", "--oversubscribe", *command(corpus, *overrides)], cwd=repo,
-        env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        [*MPIRUN, "4", *command(corpus, *overrides)], cwd=repo,
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert process.stderr is not None
     said = ""
@@ -325,9 +318,8 @@ def test_a_killed_rank_ends_the_job_and_processes_finish_it(
     """kill -9 of one rank: the others end too; the build goes on without MPI to the same bytes."""
     work = vocab(corpus, repo, "rank-killed")
     arguments = command(corpus, f"work_dir={work}", "prep.executor=mpi")
-    environment = {**os.environ, **MPI_AS_ROOT, "PYTHONPATH": str(repo), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        ["mpirun", "-n", "3", "--oversubscribe", *arguments], cwd=repo, env=environment,
+        [*MPIRUN, "3", *arguments], cwd=repo,
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     while process.poll() is None and not list(work.rglob("unit-*.arrays")):
