@@ -45,6 +45,16 @@ def main() -> None:
         )
     os.environ["LAMBERT_DATA"] = str(data)
     cards = options.cards.split(",") if options.cards else _cards()
+    trains = {"tries", "finals", "finetune"} & set(stages)
+    if (
+        cards == [""]
+        and trains
+        and not any(o.startswith("train.precision=") for o in options.overrides)
+    ):
+        raise UserError(
+            "no GPU: nvidia-smi names none",
+            "for a rehearsal on a CPU: --minutes 0.1 --quick train.precision=fp32",
+        )
     place = Workplace(Path(options.work), cards, options.overrides, options.rival.split())
     blimp = data / "blimp" / "blimp.parquet"
 

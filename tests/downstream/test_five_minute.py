@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from bench import five_minute
 from bench import five_minute_finetune as tuning
 from bench import five_minute_rival as rival
 from bench.five_minute_finetune import TASKS, collect, score_of
@@ -155,6 +156,16 @@ def test_sides_share_the_cards_and_one_failure_stops_no_other(tmp_path: Path) ->
     with pytest.raises(UserError, match="diverged"):
         place.both(side)
     assert finished == ["rival"]
+
+
+def test_without_a_gpu_nothing_is_prepared_in_vain(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "books").mkdir()
+    monkeypatch.setenv("LAMBERT_DATA", str(tmp_path))
+    monkeypatch.setattr(five_minute, "_cards", lambda: [""])
+    monkeypatch.setattr("sys.argv", ["five_minute", "--work", str(tmp_path / "work")])
+    with pytest.raises(UserError, match="no GPU"):
+        five_minute.main()
+    assert not (tmp_path / "work").exists()
 
 
 def test_a_failed_command_shows_the_end_of_its_log(tmp_path: Path) -> None:
