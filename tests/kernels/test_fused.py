@@ -34,7 +34,7 @@ def close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> Non
     )
 
 
-def compare(function: str, dtype: torch.dtype, inputs: list, rest: dict, wide: tuple = ()) -> None:
+def compare(function: str, dtype: torch.dtype, inputs: list, rest: dict) -> None:
     """Runs both versions with the same upstream gradient; `inputs` are tensors that get gradients."""
     inputs = [x.to(dtype) for x in inputs]
     fast = [x.clone().requires_grad_() for x in inputs]

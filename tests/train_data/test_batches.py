@@ -208,7 +208,7 @@ def test_a_batch_larger_than_the_set_sees_rows_of_several_epochs_with_other_mask
     assert len(rows) == 21 and len({row[2] for row in rows}) == 21  # keys: one per (epoch, row)
 
 
-def test_a_mistake_is_refused_before_any_row_is_read(shards, tmp_path) -> None:
+def test_a_mistake_is_refused_before_any_row_is_read(shards) -> None:
     with pytest.raises(UserError, match="cannot feed 4"):
         batches(shards, global_batch=2, dp=4)
     with pytest.raises(UserError, match="micro_batch_tokens=64"):

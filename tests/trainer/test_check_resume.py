@@ -107,7 +107,7 @@ def test_a_cut_newest_checkpoint_is_no_end(run):
     assert (found.finished, found.newest) == (False, 4)
 
 
-def test_another_tokenizer_than_the_shards_is_refused(run, base, tmp_path):
+def test_another_tokenizer_than_the_shards_is_refused(run, base):
     """The exported model would be given it, after days of training."""
     (run / "shards").unlink()
     shutil.copytree(base / "shards", run / "shards")

@@ -70,7 +70,7 @@ def test_what_is_asked_for_is_accepted(run):
     assert plan(run, "parallel.micro_batch_tokens=0").micro_batch_tokens == checks.CPU_MICRO_BATCH
 
 
-def test_missing_shards_and_vocabulary_are_named(run, tmp_path):
+def test_missing_shards_and_vocabulary_are_named(run):
     (run / "vocab").unlink()
     with pytest.raises(UserError, match=r"tokenizer.json is missing") as caught:
         plan(run)
