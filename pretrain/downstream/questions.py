@@ -45,19 +45,33 @@ class Question(Kind):
         # A question cannot fill the window: it is cut at 64 pieces, as run_squad.py does.
         most = min(64, self.settings.max_length // 2)
         questions = [self._cut(row["question"], most) for row in rows]
+        lengths = self.tokenizer(questions, add_special_tokens=False, return_length=True)["length"]
+        features: list[Feature] = []
+        for length in sorted(set(lengths)):
+            members = [number for number, pieces in enumerate(lengths) if pieces == length]
+            features += self._windows(rows, questions, members, length)
+        features.sort(key=lambda feature: feature["example"])
+        if split == "train":
+            self._label(features, rows)
+        return features
+
+    def _windows(
+        self, rows: list[Row], questions: list[str], members: list[int], length: int
+    ) -> list[Feature]:
+        """The windows of those rows whose question has `length` pieces."""
+        room = self.settings.max_length - length - 3
         encoded = self.tokenizer(
-            questions,
-            [row["context"] for row in rows],
+            [questions[number] for number in members],
+            [rows[number]["context"] for number in members],
             truncation="only_second",
             max_length=self.settings.max_length,
             # transformers' stride is the overlap of two windows, run_squad's doc_stride the advance.
-            stride=self._overlap(questions),
+            stride=max(0, min(room - 1, room - self.settings.doc_stride)),
             return_overflowing_tokens=True,
             return_offsets_mapping=True,
         )
-        features, lost = [], 0
-        covered: set[int] = set()
-        for number, example in enumerate(encoded["overflow_to_sample_mapping"]):
+        features = []
+        for number, member in enumerate(encoded["overflow_to_sample_mapping"]):
             offsets = encoded["offset_mapping"][number]
             sequence = encoded.sequence_ids(number)
             feature: Feature = {
@@ -65,21 +79,22 @@ class Question(Kind):
                 for key in self.tokenizer.model_input_names
                 if key in encoded
             }
-            feature["example"] = example
+            feature["example"] = members[member]
             feature["offsets"] = [o if s == 1 else None for o, s in zip(offsets, sequence)]
-            if split == "train":
-                span = _locate(feature["offsets"], rows[example]["answers"])
-                feature["start_positions"], feature["end_positions"] = span or (0, 0)
-                if span:
-                    covered.add(example)
             features.append(feature)
-        if split == "train":
-            lost = sum(bool(row["answers"]) for row in rows) - len(covered)
-        if lost:
+        return features
+
+    def _label(self, features: list[Feature], rows: list[Row]) -> None:
+        covered = set()
+        for feature in features:
+            span = _locate(feature["offsets"], rows[feature["example"]]["answers"])
+            feature["start_positions"], feature["end_positions"] = span or (0, 0)
+            if span:
+                covered.add(feature["example"])
+        if lost := sum(bool(row["answers"]) for row in rows) - len(covered):
             say(
                 f"{self.task.name}: {lost} answers are in no window whole; those windows learn 'no answer'"
             )
-        return features
 
     def _unlabelled(self, rows: list[Row]) -> list[str]:
         """Ids of the questions of which nobody says what the answer is."""
@@ -117,13 +132,6 @@ class Question(Kind):
         encoded = self.tokenizer(question, add_special_tokens=False, return_offsets_mapping=True)
         offsets = encoded["offset_mapping"]
         return question if len(offsets) <= most else question[: offsets[most - 1][1]]
-
-    def _overlap(self, questions: list[str]) -> int:
-        longest = max(
-            len(ids) for ids in self.tokenizer(questions, add_special_tokens=False)["input_ids"]
-        )
-        room = self.settings.max_length - longest - 3
-        return max(0, min(room - 1, room - self.settings.doc_stride))
 
 
 def best_span(

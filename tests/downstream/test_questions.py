@@ -57,6 +57,23 @@ def test_every_answer_of_xquad_comes_back_through_windows(real_data: Path) -> No
     assert predictions[0]["id"] == rows[0]["id"]
 
 
+def test_windows_of_any_question_advance_by_the_stride(tokenizer) -> None:
+    """A longer question elsewhere in the file makes no window of this one jump further."""
+    context = "the cat sat " * 40
+    rows = [
+        {"id": str(n), "context": context, "question": "who " * n, "answers": [("cat", 4)]}
+        for n in (3, 1, 20, 8)
+    ]
+    _, features = encode(tokenizer, rows, max_length=64, doc_stride=16)
+    assert [f["example"] for f in features] == sorted(f["example"] for f in features)
+    for example in range(len(rows)):
+        starts = [
+            next(o for o in f["offsets"] if o)[0] for f in features if f["example"] == example
+        ]
+        words = [len(context[:start].split()) for start in starts]
+        assert words[0] == 0 and set(np.diff(words)) == {16}
+
+
 def test_no_answer_wins_where_its_score_says_so(tokenizer) -> None:
     rows = [
         {"id": "1", "context": "the cat sat", "question": "who sat", "answers": [("cat", 4)]},
