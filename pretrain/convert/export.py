@@ -146,12 +146,20 @@ def _write_small_files(fresh: Path, opened: Opened, dtype: str) -> None:
 def _patch_tokenizer(folder: Path, config: ModelConfig) -> None:
     """Sets the length that the model can take, and that its inputs tell the segments of a pair apart,
     which transformers does unasked for WordPiece alone; casing stays as the shards were built (B05).
+    In byte-level BPE the blank before a word is part of it, so a mask takes it in, as RoBERTa's does.
     """
     file = folder / "tokenizer_config.json"
     values = json.loads(file.read_text(encoding="utf-8"))
     values["model_max_length"] = config.max_position_embeddings
     values["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]
     file.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    file = folder / "tokenizer.json"
+    values = json.loads(file.read_text(encoding="utf-8"))
+    if "ByteLevel" in json.dumps(values.get("pre_tokenizer")):
+        mask = _mask_token(folder)
+        for token in values["added_tokens"]:
+            token["lstrip"] |= token["content"] == mask
+        file.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _warn_of_another_vocabulary(opened: Opened) -> None:

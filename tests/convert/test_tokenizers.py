@@ -110,6 +110,9 @@ def test_byte_and_unigram_vocabularies_are_exported_too(
     exported = AutoTokenizer.from_pretrained(out)
     sentence = "The kiln reached nine hundred degrees."
     assert exported(sentence)["input_ids"][1:-1] == ours.encode_sentences([sentence])[0].tolist()
+    masked = exported(sentence.replace("hundred", exported.mask_token))["input_ids"]
+    at = masked.index(exported.mask_token_id)  # right behind "nine": no blank of its own between
+    assert masked[:at] == exported(sentence)["input_ids"][:at]
     # Of a pair, B is segment 1 as in the rows that the model was trained on.
     for tokenizer in (exported, AutoTokenizer.from_pretrained(work / "vocab")):
         pair = tokenizer(sentence, "It held.")
