@@ -40,6 +40,8 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(
             f"--feature-based {layers} on {task.name}", "it is for tagging: ner, wnut-17"
         )
+    if layers and options.dropout is not None:
+        raise UserError("--dropout with --feature-based", "leave it out: the model is frozen")
     if layers and not options.lr:
         settings = replace(
             settings, lrs=(1e-3,)
@@ -83,6 +85,7 @@ def _settings(task: Task, options: Any) -> Settings:
         "batch": options.batch,
         "max_length": options.max_length,
         "doc_stride": options.doc_stride,
+        "dropout": options.dropout,
     }
     settings = replace(task.settings, **{k: v for k, v in changes.items() if v is not None})
     for option, value, low in (
@@ -95,6 +98,8 @@ def _settings(task: Task, options: Any) -> Settings:
     ):
         if not low < value:
             raise UserError(f"{option} {value}", f"give numbers above {low}")
+    if settings.dropout is not None and not 0 <= settings.dropout < 1:
+        raise UserError(f"--dropout {settings.dropout}", "give a share from 0 to below 1, as 0.1")
     if not all(map(math.isfinite, (*settings.lrs, settings.epochs))):
         raise UserError("--lr or --epochs is not finite", "give ordinary numbers")
     if max(settings.seeds) >= 2**32:
@@ -137,6 +142,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--batch", type=int)
     add("--max-length", type=int)
     add("--doc-stride", type=int)
+    add("--dropout", type=float, help="default: as the model's config says (BERT's is 0.1)")
     add("--first-column", help="column of the text, or of a pair's first half")
     add("--second-column", help="column of a pair's second half")
     add("--label-column")

@@ -190,7 +190,10 @@ def _train_one(
 
 def _build(kind: Kind, model: str, layers: str) -> Any:
     if not layers:
-        return load_for_task(kind.auto_class(), model, **kind.model_settings())
+        rates = ("hidden_dropout_prob", "attention_probs_dropout_prob")
+        dropout = kind.settings.dropout
+        changed = {} if dropout is None else dict.fromkeys(rates, dropout)
+        return load_for_task(kind.auto_class(), model, **kind.model_settings(), **changed)
     from transformers import AutoModel
 
     from pretrain.downstream.features import FrozenTagger

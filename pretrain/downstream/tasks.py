@@ -23,6 +23,7 @@ class Settings:
     doc_stride: int = 128  # questions only: tokens by which windows of a long context advance
     warmup: float = 0.1  # share of the steps
     weight_decay: float = 0.01
+    dropout: float | None = None  # of hidden states and attention; None: as the model's config says
 
 
 @dataclass(frozen=True)

@@ -68,6 +68,7 @@ def test_results_of_other_data_or_weights_are_not_mixed(tmp_path: Path, tiny_mod
     for change in (
         {"splits": films(10)},
         {"settings": replace(QUICK, epochs=2)},
+        {"settings": replace(QUICK, dropout=0.1)},
         {"model": f"random:{tiny_model}"},
         {"task": replace(TASKS["classify"], label=("stars",))},
         {"task": replace(TASKS["classify"], first=("title",))},
@@ -149,6 +150,20 @@ def test_of_two_fine_tunings_started_at_once_the_second_is_refused(
     monkeypatch.setattr(moment, then_the_second)
     assert main(command) == 0
     assert first and (tmp_path / "out/results.json").is_file()
+
+
+def test_dropout_is_the_models_unless_asked_for(tmp_path: Path, tiny_model: Path) -> None:
+    """A model pretrained without any can be fine-tuned with what the paper had."""
+    from transformers import AutoConfig
+
+    own = AutoConfig.from_pretrained(tiny_model)
+    for dropout, expected in ((None, own.hidden_dropout_prob), (0.3, 0.3)):
+        settings, out = replace(QUICK, epochs=3, dropout=dropout), tmp_path / str(dropout)
+        run_grid(TASKS["classify"], settings, films(8), str(tiny_model), out)
+        trained = AutoConfig.from_pretrained(out / "best")
+        assert trained.hidden_dropout_prob == trained.attention_probs_dropout_prob == expected
+    weights = [(tmp_path / d / "best/model.safetensors").read_bytes() for d in ("None", "0.3")]
+    assert weights[0] != weights[1]  # they went another way
 
 
 def test_b53_other_weights_give_other_results(tmp_path: Path, tiny_model: Path) -> None:
@@ -364,6 +379,8 @@ def test_hub_names_that_cannot_be_had_name_the_way_out(tmp_path: Path, tiny_mode
         "--seeds=4294967296",
         "--max-length=3",
         "--doc-stride=0",
+        "--dropout=1",
+        "--dropout=nan",
     ],
 )
 def test_settings_that_train_nothing_are_named(tmp_path: Path, tiny_model: Path, option) -> None:
