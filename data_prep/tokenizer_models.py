@@ -161,6 +161,7 @@ def _wordpiece(vocab: dict[str, int], origin: str, config: VocabConfig) -> Built
 
 
 def bert_steps(backend: Backend, config: VocabConfig) -> None:
+    """BERT's normaliser and splitting into words, with the switches of `vocab`."""
     strip = config.lowercase if config.strip_accents is None else config.strip_accents
     backend.normalizer = normalizers.BertNormalizer(
         clean_text=True, handle_chinese_chars=True, strip_accents=strip, lowercase=config.lowercase
@@ -204,6 +205,7 @@ def _train_wordpiece(config: VocabConfig, texts: Iterator[str]) -> Built:
 
 
 def byte_steps(backend: Backend) -> None:
+    """Words of bytes, as in GPT-2 and RoBERTa."""
     # A sentence starts with a space, so that its first word is the same token as elsewhere.
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     backend.decoder = decoders.ByteLevel()

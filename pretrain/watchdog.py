@@ -107,8 +107,7 @@ class Watchdog:
             self._done.wait(self.timeout_s)
         with contextlib.suppress(RuntimeError):
             self._publish(code, f"{self._name()} failed in {self._what}:\n{text}")
-            if self.rank == 0:  # the store ends with this process: let the others read first
-                time.sleep(3 * self.poll_s)
+            self._let_others_read()
         self._done.set()
 
     def close(self) -> None:
@@ -206,9 +205,13 @@ class Watchdog:
         print(f"error: {verdict}", file=sys.stderr, flush=True)
         if code == LOST_RANK_EXIT:
             self._show_stacks(verdict)
-        if self.rank == 0 and self.store is not None:
-            time.sleep(3 * self.poll_s)  # the others read the verdict before the store ends
+        self._let_others_read()
         self.leave(code)
+
+    def _let_others_read(self) -> None:
+        """A verdict of rank 0's must be read before the store ends, which is with its process."""
+        if self.rank == 0 and self.store is not None:
+            time.sleep(3 * self.poll_s)
 
     def _show_stacks(self, verdict: str) -> None:
         with contextlib.suppress(OSError):

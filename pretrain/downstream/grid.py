@@ -62,6 +62,10 @@ def run_grid(
         model: HF folder, hub name, `random:FOLDER`, or a run or checkpoint, which is exported to
             `out`-model.
         layers: "" trains the whole model; last | sum | concat freezes it under a BiLSTM.
+
+    Raises:
+        UserError: another grid's results, other files or a running grid in `out`; a model or rows
+            that do not fit the task.
     """
     results = []
     place = _place(model, out)

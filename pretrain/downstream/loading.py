@@ -60,6 +60,9 @@ def load_for_task(auto_class: Any, model: str, **settings: Any) -> PreTrainedMod
     Args:
         model: folder or hub name; `random:FOLDER` gives fresh weights in that shape.
         settings: passed on to the config (num_labels, id2label, ...).
+
+    Raises:
+        UserError: nothing to load there, or an encoder weight is missing or of another shape.
     """
     import torch
     from transformers import AutoConfig
