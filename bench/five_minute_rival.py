@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from configs.cli import run_cli
+from configs.cpus import usable_cpus
 from data_prep.shards import open_shards
 
 FREE_UPDATES = 10  # the clock starts after so many: they compile (pretrain.optim.budget agrees)
@@ -212,7 +213,7 @@ def parser() -> argparse.ArgumentParser:
     add("--beta2", type=float, default=0.98)
     add("--dropout", type=float, default=0.1)
     add("--masking", type=float, default=0.15)
-    add("--workers", type=int, default=min(8, os.cpu_count() or 1))
+    add("--workers", type=int, default=min(8, usable_cpus()))
     add("--seed", type=int, default=1)
     return out
 

@@ -80,7 +80,7 @@ class PrepConfig:
     """How shards are built, whatever set they belong to."""
 
     held_out: float = 0.005  # share of documents kept for evaluation, chosen by hash of their text
-    workers: int = 0  # 0 = all cores
+    workers: int = 0  # 0 = one for each CPU it may use
     executor: str = "processes"  # processes | mpi
     part_mb: int = 256
     drop_duplicates: bool = True
@@ -208,7 +208,9 @@ class TrainConfig:
     compile: bool = True  # on GPUs, lean engine: record each shape's kernels once and replay them
     kernels: str = "auto"  # auto (fused on GPU) | plain
     shards_dir: str = ""  # read shard sets from here (a node-local copy) instead of work_dir/shards
-    threads: int = 0  # torch threads a process; 0 = cores / processes on this node
+    threads: int = (
+        0  # torch threads a process; 0 = the CPUs it may use, shared with the other ranks here
+    )
     deterministic: bool = False
 
 

@@ -19,6 +19,7 @@ from multiprocessing import connection, forkserver, get_context, parent_process
 from typing import Any, TypeVar
 
 from configs import Progress, UserError
+from configs.cpus import usable_cpus
 from configs.errors import refusal
 
 T = TypeVar("T")
@@ -310,5 +311,5 @@ def make_executor(kind: str, workers: int) -> Executor:
         )
     if workers < 0:
         raise UserError(f"prep.workers={workers} is negative", "0 takes every core")
-    count = workers or len(os.sched_getaffinity(0))
+    count = workers or usable_cpus()
     return Processes(count) if count > 1 else Executor()

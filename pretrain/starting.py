@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from configs.console import say
+from configs.cpus import own_cpus, usable_cpus
 from configs.errors import UserError
 from configs.loading import to_dict
 from data_prep.shards import HELD_OUT, held_out
@@ -96,6 +98,7 @@ def _assemble(plan: Plan, device: torch.device, watchdog: Watchdog) -> Run:
     from pretrain.kernels import is_fused, select
 
     recipe = plan.recipe
+    torch.set_num_threads(recipe.train.threads or _threads())
     # The largest that fits is another on a machine of other cards; all pack alike.
     plan.micro_batch_tokens = _smallest_anywhere(plan.micro_batch_tokens)
     groups = make_groups(plan.tp, plan.world, plan.rank)
@@ -194,8 +197,6 @@ def _device(plan: Plan) -> torch.device:
     recipe = plan.recipe
     warnings.filterwarnings("ignore", message=".*Transformer Engine and Apex are not installed.*")
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    torch.set_num_threads(recipe.train.threads or max(1, (os.cpu_count() or 1) // max(here, 1)))
     if recipe.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
@@ -315,6 +316,16 @@ def _smallest_anywhere(value: int) -> int:
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, value)
     return int(min(every))
+
+
+def _threads() -> int:
+    """This rank's share of the CPUs that it may use; collective."""
+    if not dist.is_initialized():
+        return usable_cpus()
+    host = socket.gethostname()
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, (host, own_cpus()))
+    return usable_cpus([mask for name, mask in every if name == host])
 
 
 def _evaluator(plan: Plan, groups: Groups, device: torch.device) -> Evaluator | None:
