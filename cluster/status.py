@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from cluster.slurm import client
+from cluster.slurm.chain import RECORD
 from configs import UserError
 from configs.console import duration
 from configs.files import read_json
@@ -72,7 +73,7 @@ def screen(folder: Path) -> str:
     record = folder / "slurm" / "chain.json"
     chain, why = None, "this run was not submitted with SLURM"
     try:
-        chain = read_json(record, REMEDY) if record.is_file() else None
+        chain = read_json(record, REMEDY, RECORD) if record.is_file() else None
     except UserError as error:
         why = str(error)
     lines = (

@@ -11,7 +11,7 @@ from pathlib import Path
 import yaml
 
 from cluster.slurm import client
-from cluster.slurm.chain import Job, build_chain
+from cluster.slurm.chain import RECORD, Job, build_chain
 from cluster.slurm.render import render, work_key
 from configs import UserError, load_profile, load_recipe, say
 from configs.cli import add_recipe
@@ -72,7 +72,8 @@ def _refuse_queued(folder: Path) -> None:
     record = folder / "chain.json"
     if not record.exists():
         return
-    for job in read_json(record, f"see squeue for what is queued; then delete {record}")["jobs"]:
+    remedy = f"see squeue for what is queued; then delete {record}"
+    for job in read_json(record, remedy, RECORD)["jobs"]:
         fields = client.job_fields(job["id"]) if job["id"] else {}
         ours = fields.get("Command", "").startswith(str(folder))
         if ours and fields.get("JobState") in UNFINISHED:

@@ -7,9 +7,10 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO, TextIO
 
 from configs.errors import UserError, refusal
@@ -98,11 +99,18 @@ def folder_beside(out: Path) -> Iterator[Path]:
         (out / LOCK).unlink(missing_ok=True)
 
 
-def read_json(path: Path, remedy: str) -> dict[str, Any]:
-    """What one of our own small JSON files says, an object each.
+def read_json(
+    path: Path, remedy: str, shape: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, Any]:
+    """What a small JSON file says, an object each.
+
+    Args:
+        shape: what a reader relies on: of each key its type, or [shape of all entries] of a list, or
+            the shape of an object. Other keys are left to the reader.
 
     Raises:
-        UserError: it is damaged; with the remedy.
+        UserError: it is damaged, or was edited so that a key is missing or of another type; names the
+            file and the key, and the remedy.
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -110,7 +118,24 @@ def read_json(path: Path, remedy: str) -> dict[str, Any]:
         raise UserError(f"{path} is damaged: {error}", remedy) from None
     if not isinstance(values, dict):
         raise UserError(f"{path} is damaged: it holds no JSON object", remedy)
+    if key := _misfit(values, shape):
+        raise UserError(f"{path} is damaged: {key}", remedy)
     return values
+
+
+def _misfit(value: Any, shape: Any, name: str = "") -> str:
+    """Which key does not fit, and what it should be; "" when all do."""
+    below: Iterable[tuple[Any, Any, Any]] = ()
+    if isinstance(shape, Mapping) and isinstance(value, dict):
+        below = ((key, value.get(key), wanted) for key, wanted in shape.items())
+    elif isinstance(shape, list) and isinstance(value, list):
+        below = ((number, one, shape[0]) for number, one in enumerate(value))
+    else:
+        kind = dict if isinstance(shape, Mapping) else list if isinstance(shape, list) else shape
+        fits = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+        return "" if fits else f"{name} is missing or not {getattr(kind, '__name__', kind)}"
+    found = (_misfit(one, wanted, f"{name}.{key}".lstrip(".")) for key, one, wanted in below)
+    return next(filter(None, found), "")
 
 
 def publish(path: Path, write: Callable[[BinaryIO], object], durable: bool = True) -> None:

@@ -21,6 +21,7 @@ from tokenizers import (
 from tokenizers import Tokenizer as Backend
 
 from configs.errors import UserError
+from configs.files import read_json
 from configs.schema import VocabConfig
 from data_prep.training_text import spooled, without_long_words
 
@@ -240,7 +241,7 @@ def _from_folder(folder: Path, config: VocabConfig) -> Built:
     if (folder / "tokenizer.json").is_file():
         return _from_json(folder / "tokenizer.json", config)
     if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
-        vocab = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
+        vocab = read_json(folder / "vocab.json", "get it again")
         lines = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")
         pairs = [line.split(" ") for line in lines if line and not line.startswith("#version")]
         return _byte_bpe(vocab, [(a, b) for a, b in pairs], str(folder))
@@ -262,7 +263,7 @@ def _from_json(path: Path, config: VocabConfig) -> Built:
         raise UserError(f"{path}: not a tokenizer.json ({error})", remedy) from None
     side: dict[str, object] = {}
     if (path.parent / "tokenizer_config.json").is_file():
-        side = json.loads((path.parent / "tokenizer_config.json").read_text(encoding="utf-8"))
+        side = read_json(path.parent / "tokenizer_config.json", "get it again, or delete it")
     known = {}
     for role in ROLES:
         value = side.get(f"{role}_token")

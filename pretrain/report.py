@@ -92,9 +92,9 @@ def load_run(run: str | Path) -> Run:
     recipe_file = folder / "recipe.json"
     recipe: dict[str, Any] = {}
     try:
-        recipe = (
-            read_json(recipe_file, "training on writes it anew") if recipe_file.is_file() else {}
-        )
+        if recipe_file.is_file():
+            shape = {"name": str, "model": {}}
+            recipe = read_json(recipe_file, "training on writes it anew", shape)
     except UserError as error:
         say(f"warning: {error}")
     name = recipe.get("name") or folder.resolve().parent.name

@@ -12,6 +12,9 @@ from configs.loading import to_dict
 from configs.model import parameter_count, resolve_model
 from configs.schema import Profile, Recipe
 
+# slurm/chain.json, which `submit` writes: what it reads back of it, and `status` too.
+RECORD = {"run": str, "profile": str, "command": str, "jobs": [{"name": str, "id": str}]}
+
 
 @dataclass
 class Step:

@@ -99,7 +99,8 @@ def run_grid(
                     with refused_writes(out / "best"):
                         _save_best(trainer, kind, out / "best")
                 publish_text(done, json.dumps(result, indent=2))
-            result = read_json(done, "remove it, and this rate and seed are trained again")
+            shape = dict.fromkeys(("lr", "seconds", *task.metrics), int | float)
+            result = read_json(done, "remove it, and this rate and seed are trained again", shape)
             diverged = result.get("diverged", False)
             if not diverged:
                 best_seen = max(best_seen, result[task.metrics[0]])
@@ -297,7 +298,7 @@ def _best_so_far(out: Path, metric: str) -> float:
     """The score of best/: of all rates and seeds that this folder has seen, not only of those asked for
     this time; minus infinity without one."""
     files = (out / "runs").glob("*/result.json") if (out / "best").is_dir() else ()
-    results = [read_json(file, "remove it") for file in files]
+    results = [read_json(file, "remove it", {metric: int | float}) for file in files]
     good = [result[metric] for result in results if not result.get("diverged")]
     return max(good, default=-float("inf"))
 

@@ -4,7 +4,21 @@ import time
 import pytest
 
 from cluster import status
+from cluster.submit import _refuse_queued
 from configs import UserError
+
+CHAIN = {
+    "run": "r",
+    "profile": "site",
+    "command": "python -m cluster submit r",
+    "jobs": [
+        {"name": "prep", "id": "7"},
+        {"name": "train-a", "id": "8"},
+        {"name": "export", "id": "9"},
+    ],
+}
+EDITED = [json.dumps({k: v for k, v in CHAIN.items() if k != gone}) for gone in CHAIN]
+EDITED += [json.dumps(CHAIN | {"jobs": jobs}) for jobs in ([7], [{"name": "prep", "id": 7}], [{}])]
 
 
 @pytest.fixture
@@ -13,13 +27,7 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     slurm = tmp_path / "work" / "slurm"
     slurm.mkdir(parents=True)
-    jobs = [
-        {"name": "prep", "id": "7"},
-        {"name": "train-a", "id": "8"},
-        {"name": "export", "id": "9"},
-    ]
-    chain = {"run": "r", "profile": "site", "command": "python -m cluster submit r", "jobs": jobs}
-    (slurm / "chain.json").write_text(json.dumps(chain))
+    (slurm / "chain.json").write_text(json.dumps(CHAIN))
     (slurm / "recipe.yaml").write_text("phases: [{steps: 100}, {steps: 50}]\n")
     (slurm / "prep.done").touch()
     return slurm.parent
@@ -107,12 +115,14 @@ def test_a_damaged_recipe_is_named_and_the_log_shown(run, content):
         assert text in screen, text
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]"])
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", "{}", '{"jobs": 3}', *EDITED])
 def test_a_damaged_list_of_jobs_is_named_and_the_training_shown(run, content):
     write_training(run, 25)
     (run / "slurm" / "chain.json").write_text(content)
     screen = status.screen(run)
     assert "chain.json is damaged" in screen and "update 25/150 (17%)" in screen
+    with pytest.raises(UserError, match="chain.json is damaged.*\n.*delete .*chain.json"):
+        _refuse_queued(run / "slurm")
 
 
 def test_a_run_without_any_recipe_shows_its_training(tmp_path):

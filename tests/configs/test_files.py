@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -30,6 +31,40 @@ def test_a_damaged_note_is_named(content, tmp_path):
     with pytest.raises(UserError, match="note.json is damaged") as caught:
         read_json(tmp_path / "note.json", "make it anew")
     assert caught.value.remedy == "make it anew"
+
+
+SHAPE = {"run": str, "on": bool, "lr": int | float, "jobs": [{"id": int}], "model": {}}
+GOOD = {"run": "r", "on": True, "lr": 1, "jobs": [{"id": 1}, {"id": 2}], "model": {"a": 1}}
+
+
+@pytest.mark.parametrize(
+    "key, change",
+    [
+        *((key, {key: None}) for key in SHAPE),
+        ("run", {"run": 7}),
+        ("on", {"on": 1}),
+        ("lr", {"lr": True}),
+        ("lr", {"lr": "1e-4"}),
+        ("jobs", {"jobs": {"id": 1}}),
+        ("jobs.1", {"jobs": [{"id": 1}, "2"]}),
+        ("jobs.1.id", {"jobs": [{"id": 1}, {"name": "x"}]}),
+        ("jobs.0.id", {"jobs": [{"id": False}]}),
+        ("model", {"model": "bert"}),
+    ],
+)
+def test_a_note_that_was_edited_names_the_key(key, change, tmp_path):
+    path = tmp_path / "note.json"
+    for content in (GOOD, GOOD | {"more": None}, GOOD | {"jobs": []}):
+        path.write_text(json.dumps(content))
+        assert read_json(path, "", SHAPE) == content
+    changed = GOOD | change
+    variants = [changed, {k: v for k, v in changed.items() if v is not None}]  # null, and missing
+    for content in variants:
+        path.write_text(json.dumps(content))
+        with pytest.raises(UserError, match="note.json is damaged") as caught:
+            read_json(path, "make it anew", SHAPE)
+        assert f": {key} is missing or not " in caught.value.what
+        assert caught.value.remedy == "make it anew"
 
 
 def test_one_at_a_time_in_a_folder(tmp_path):

@@ -333,3 +333,13 @@ def test_damaged_files_are_named(tmp_path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="no tokenizer in it"):
         load(tmp_path / "empty")
+    vocab = {token: number for number, token in enumerate(SPECIALS)}
+    backend = Backend(models.WordPiece(vocab, unk_token="[UNK]"))
+    backend.save(str(tmp_path / "empty" / "tokenizer.json"))
+    (tmp_path / "byte").mkdir()
+    (tmp_path / "byte" / "merges.txt").write_text("a b\n")
+    for folder, name in (("empty", "tokenizer_config.json"), ("byte", "vocab.json")):
+        for content in ("", "{", "[]"):
+            (tmp_path / folder / name).write_text(content)
+            with pytest.raises(UserError, match=f"{name} is damaged"):
+                load(tmp_path / folder)

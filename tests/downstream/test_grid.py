@@ -77,6 +77,11 @@ def test_results_of_other_data_or_weights_are_not_mixed(tmp_path: Path, tiny_mod
         with pytest.raises(UserError, match="holds results with another"):
             run_grid(out=out, **{"model": str(tiny_model), **given})
     assert {f: f.read_bytes() for f in out.rglob("*.json")} == before
+    result = next(out.glob("runs/*/result.json"))
+    for key in ("lr", "seconds", "accuracy"):
+        result.write_text(json.dumps({**json.loads(before[result]), key: "high"}))
+        with pytest.raises(UserError, match=f"{result} is damaged: {key} is missing or not"):
+            run_grid(TASKS["classify"], QUICK, films(8), str(tiny_model), out, save_best=False)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/notes.txt").write_text("keep")
     with pytest.raises(UserError, match="no fine-tuning folder"):

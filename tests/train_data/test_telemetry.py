@@ -170,10 +170,11 @@ def test_report_is_one_page_with_both_runs_and_nothing_to_fetch(two_runs, capsys
     assert (two_runs[0] / "train" / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_damaged_recipe_is_named_and_the_log_reported(tmp_path, capsys) -> None:
+@pytest.mark.parametrize("content", ["[]", "{}", '{"name": "x"}', '{"name": "x", "model": "bert"}'])
+def test_a_damaged_recipe_is_named_and_the_log_reported(tmp_path, capsys, content) -> None:
     train(tmp_path / "one" / "train")
     noted = tmp_path / "one" / "train" / "recipe.json"
-    noted.write_text("[]")
+    noted.write_text(content)
     assert main([str(tmp_path / "one")]) == 0
     assert capsys.readouterr().out.count(f"{noted} is damaged") == 1
     page = (noted.parent / "report.html").read_text()
