@@ -113,14 +113,19 @@ def read_hf(folder: Path) -> SourceModel:
     """
     config = config_from_hf(read_json(folder / "config.json"), folder / "config.json")
     found: dict[str, torch.Tensor] = {}
-    files, promised = weight_files(folder)
+    files, placed = weight_files(folder)
     for file in files:
         for name, tensor in read_tensors(file):
             if name in found:
                 raise UserError(f"{file}: {name} is in two weight files", "remove the foreign file")
+            if (said := placed.get(name, file.name)) != file.name:
+                raise UserError(
+                    f"{file}: holds {name}, which the index says is in {said}",
+                    "index and shards may be of two models; copy the whole folder again",
+                )
             found[name] = tensor
     lost = sorted(
-        n for n in promised - found.keys() if not n.startswith("cls.predictions.decoder.")
+        n for n in placed.keys() - found.keys() if not n.startswith("cls.predictions.decoder.")
     )
     if lost:
         raise UserError(
@@ -173,13 +178,13 @@ def normalise(
     return tensors, dropped
 
 
-def weight_files(folder: Path) -> tuple[list[Path], set[str]]:
-    """The weight files of an HF folder: safetensors before .bin, shards through their index; and
-    the tensors that the index says they hold (none without an index)."""
+def weight_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
+    """The weight files of an HF folder: safetensors before .bin, shards through their index; and of
+    each tensor the name of the file that the index says it is in (none without an index)."""
     for single in ("model.safetensors", "pytorch_model.bin"):
         index = folder / f"{single}.index.json"
         if (folder / single).is_file():
-            return [folder / single], set()
+            return [folder / single], {}
         if index.is_file():
             placed = read_json(index).get("weight_map")
             if not isinstance(placed, dict) or not all(isinstance(n, str) for n in placed.values()):
@@ -187,14 +192,15 @@ def weight_files(folder: Path) -> tuple[list[Path], set[str]]:
                     f"{index}: weight_map does not say which tensor is in which file",
                     "copy the whole folder again",
                 )
-            files = [folder / Path(name).name for name in sorted(set(placed.values()))]
+            placed = {tensor: Path(name).name for tensor, name in placed.items()}
+            files = [folder / name for name in sorted(set(placed.values()))]
             gone = [file.name for file in files if not file.is_file()]
             if gone or not files:
                 raise UserError(
                     f"{index}: shard {gone[0] if gone else '(none named)'} is missing",
                     "copy the whole folder again",
                 )
-            return files, set(placed)
+            return files, placed
     raise UserError(
         f"{folder}: neither model.safetensors nor pytorch_model.bin", "name a Hugging Face folder"
     )

@@ -14,6 +14,7 @@ import torch
 
 from configs import UserError
 from pretrain.convert.export import export
+from pretrain.convert.hf import write_weights
 from pretrain.convert.importing import import_model
 from pretrain.convert.layouts import read_foreign
 from pretrain.convert.tf import Bundle
@@ -90,6 +91,17 @@ def index(weight_map: object) -> Callable[[Path], None]:
     return damage
 
 
+def misplaced(folder: Path) -> None:
+    """Two shards, and an index that says of a tensor in the second that it is in the first."""
+    tensors = read_foreign(folder).tensors
+    write_weights(tensors, folder, sum(t.nbytes for t in tensors.values()) * 2 // 3)
+    (folder / "model.safetensors").unlink()
+    file = folder / "model.safetensors.index.json"
+    values = json.loads(file.read_text())
+    values["weight_map"][next(reversed(tensors))] = SHARD
+    file.write_text(json.dumps(values))
+
+
 def fill(value: float) -> Callable[[dict], None]:
     return lambda tensors: tensors[QUERY].view(-1)[3:4].fill_(value) and None
 
@@ -138,6 +150,7 @@ FOREIGN: dict[str, tuple[Callable[[Path], None], str]] = {
         index({QUERY: SHARD, "cls.seq_relationship.scale": SHARD}),
         "no file holds, first cls.seq_relationship.scale",
     ),
+    "index names another shard": (misplaced, rf"holds cls\.\S+, .* the index says is in {SHARD}"),
     "encoder weight missing": (weights(lambda t: t.pop(QUERY) is None), QUERY),
     "a layer too many": (
         weights(lambda t: t.update({"bert.encoder.layer.2.output.dense.bias": torch.zeros(16)})),
