@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -24,6 +25,17 @@ os.environ |= {
 
 REPO = Path(__file__).resolve().parent.parent
 DATA = Path(os.environ.get("LAMBERT_DATA", REPO.parent / "shared" / "data"))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Tests of what a machine lacks are skipped there, whether `-m` leaves them out or not."""
+    if item.get_closest_marker("mpi") and shutil.which("mpirun") is None:
+        pytest.skip("mpirun is not installed")
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA GPU")
 
 
 def pytest_collection_finish() -> None:

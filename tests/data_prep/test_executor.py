@@ -252,7 +252,6 @@ def alive(pid: int) -> bool:
     return state != "Z"
 
 
-needs_mpi = pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed")
 MPIRUN = ["mpirun", "--oversubscribe", "--allow-run-as-root", "-n"]
 
 
@@ -263,7 +262,6 @@ def mpirun(ranks: int, arguments: list[str], repo: Path) -> subprocess.Completed
     )  # fmt: skip
 
 
-@needs_mpi
 @pytest.mark.mpi
 def test_mpi_writes_the_bytes_of_one_process(
     corpus: Path, repo: Path, expected: dict[str, str]
@@ -274,7 +272,6 @@ def test_mpi_writes_the_bytes_of_one_process(
     assert tree(work / "shards") == expected
 
 
-@needs_mpi
 @pytest.mark.mpi
 def test_b19_one_failing_rank_ends_the_job(
     corpus: Path, repo: Path, expected: dict[str, str], tmp_path: Path
@@ -310,7 +307,6 @@ def test_b19_one_failing_rank_ends_the_job(
     assert np.array_equal(mended.rows(everything).tokens, plain.rows(everything).tokens)
 
 
-@needs_mpi
 @pytest.mark.mpi
 def test_a_killed_rank_ends_the_job_and_processes_finish_it(
     corpus: Path, repo: Path, expected: dict[str, str]
@@ -334,7 +330,6 @@ def test_a_killed_rank_ends_the_job_and_processes_finish_it(
     assert tree(work / "shards") == expected
 
 
-@needs_mpi
 @pytest.mark.mpi
 def test_a_users_mistake_under_mpi_is_said_once(
     corpus: Path, repo: Path, expected: dict[str, str]

@@ -264,7 +264,6 @@ def test_one_copy_brings_every_tensor_over_unchanged(shards) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_masks_and_keys_are_the_same_on_a_gpu(shards) -> None:
     host, device = batches(shards), batches(shards, device="cuda")
     for a, b in zip(host.update(2).micros, device.update(2).micros):
