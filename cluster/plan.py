@@ -92,6 +92,7 @@ def report(recipe: Recipe, own: Plan, best: Plan | None, fills: dict[str, float]
         f"({m.num_layers} layers, {m.hidden_size} wide, {m.num_heads} heads, vocabulary {m.vocab_size})",
         f"{layout.gpus} x {own.card.name} on {nodes} node{'s' * (nodes > 1)}, {recipe.train.precision}"
         + ("" if own.card.measured else "; this card's constants are estimated from data sheets"),
+        *_not_planned(recipe),
         "",
     ]
     plans = {"as in the recipe": own}
@@ -158,6 +159,17 @@ def report(recipe: Recipe, own: Plan, best: Plan | None, fills: dict[str, float]
     if best is None:
         lines += ["", "NO LAYOUT FITS: more GPUs, a higher tp, or a card with more memory"]
     return lines
+
+
+def _not_planned(recipe: Recipe) -> list[str]:
+    """Settings whose runs are slower than any that the planner was fitted to."""
+    slow = {
+        "train.kernels=plain": recipe.train.kernels == "plain",
+        "train.compile=false": not recipe.train.compile,
+    }
+    said = " and ".join(key for key, is_set in slow.items() if is_set)
+    what = "time and memory are predicted for the fused kernels, replayed from CUDA graphs"
+    return [f"{said} will be slower: {what}"] if said else []
 
 
 def _memory_cell(part: str):

@@ -51,40 +51,40 @@ def state_bytes(config: ModelConfig, parallel: ParallelConfig, dp: int, precisio
 
 
 def activation_parts_per_token(
-    config: ModelConfig, parallel: ParallelConfig, precision: str, fused: bool = True
+    config: ModelConfig, parallel: ParallelConfig, precision: str
 ) -> dict[str, float]:
-    """Bytes that the forward pass keeps for the backward pass, per token of a micro-batch.
+    """Bytes that the fused kernels keep from the forward pass for the backward pass, per token of a
+    micro-batch (plain ones keep masks and copies besides).
 
     Per layer and in units of H elements: the inputs of attention and MLP (2), the sums that the two
     LayerNorms normalise (2), qkv (3), attention output (1), and the intermediate before and after
-    its GELU (2 x I / H); without fused kernels also masks and copies, about as much again. With
-    sequence parallelism inputs and sums are shared out (in fp8 the inputs stay as they were
-    gathered). In fp8 the input of the MLP and what its GELU makes stay in one byte an element. With
-    activation checkpointing only the input of the layer stays, and one layer at a time is whole. 15%
-    of the tokens meet the vocabulary.
+    its GELU (2 x I / H). With sequence parallelism inputs and sums are shared out (in fp8 the inputs
+    stay as they were gathered). In fp8 the input of the MLP and what its GELU makes stay in one byte
+    an element. With activation checkpointing only the input of the layer stays, and one layer at a
+    time is whole. 15% of the tokens meet the vocabulary.
     """
     size = 4 if precision == "fp32" else 2
     h, i, tp = config.hidden_size, config.intermediate_size, parallel.tp
     split = tp if parallel.sequence_parallel else 1
     inputs = 2 * h if precision == "fp8" else 2 * h / split
-    layer = size * (inputs + 2 * h / split + 4 * h / tp + 2 * i / tp) * (1.0 if fused else 2.0)
-    if precision == "fp8" and fused:
+    layer = size * (inputs + 2 * h / split + 4 * h / tp + 2 * i / tp)
+    if precision == "fp8":
         layer -= h + i / tp
     layers = (
         config.num_layers * (size * h / split) + layer
         if parallel.activation_checkpointing
         else (config.num_layers * layer)
     )
-    # Fused: the logits alone, overwritten by their gradient. Plain: also probabilities, in fp32.
-    logits = 0.16 * padded_vocab(config, tp) / tp * (size if fused else 2 * size + 4)
+    # The logits alone, overwritten by their gradient.
+    logits = 0.16 * padded_vocab(config, tp) / tp * size
     return {"activations": layers + 8 * size * h, "logits": logits}
 
 
 def activation_bytes_per_token(
-    config: ModelConfig, parallel: ParallelConfig, precision: str, fused: bool = True
+    config: ModelConfig, parallel: ParallelConfig, precision: str
 ) -> float:
     """The sum of `activation_parts_per_token`."""
-    return sum(activation_parts_per_token(config, parallel, precision, fused).values())
+    return sum(activation_parts_per_token(config, parallel, precision).values())
 
 
 def _bytes_per_token(config: ModelConfig, parallel: ParallelConfig, precision: str) -> float:

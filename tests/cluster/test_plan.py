@@ -156,6 +156,21 @@ def test_command_prints_its_table(repo, tmp_path):
         assert word in done.stdout
 
 
+def test_settings_that_are_not_predicted_are_said(capsys, tmp_path):
+    def first_lines(*more):
+        plan.main(["demo", "--gpus", "4", f"work_dir={tmp_path}", *more])
+        return capsys.readouterr().out.splitlines()[:3]
+
+    usual = first_lines("train.kernels=auto", "train.compile=true")
+    assert usual[2] == ""
+    for slow in (["train.kernels=plain"], ["train.compile=false"]):
+        *same, note = first_lines(*slow)
+        assert same == usual[:2]
+        assert note.startswith(f"{slow[0]} will be slower: ") and "fused kernels" in note
+    both = first_lines("train.kernels=plain", "train.compile=false")[2]
+    assert both.startswith("train.kernels=plain and train.compile=false will be slower")
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
