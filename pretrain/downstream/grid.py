@@ -25,6 +25,7 @@ from pretrain.downstream.loading import (
     load_for_task,
     load_tokenizer,
     split_random,
+    tokenizer_digest,
     weights_digest,
 )
 from pretrain.downstream.questions import Question
@@ -74,6 +75,7 @@ def run_grid(
 
         def claim(folder: str) -> None:
             identity["weights"] = weights_digest(folder)
+            identity["tokenizer"] = tokenizer_digest(folder)
             held.enter_context(_claim(out, identity))
 
         if out.exists():  # refused before the work

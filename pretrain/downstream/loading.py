@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from configs import UserError, say
+from pretrain.convert.vocabulary import TOKENIZER_FILES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 RANDOM = "random:"
+_OF_TOKENIZERS = (*TOKENIZER_FILES, "vocab.json", "merges.txt", "added_tokens.json", "*.model")
 _FETCH = "run `hf download {} --local-dir FOLDER` where there is a network, copy it, name FOLDER"
 
 
@@ -122,13 +125,22 @@ def _way_out(name: str, why: str) -> str:
 def weights_digest(model: str) -> str:
     """SHA-256 over the weight files of a folder, so that results name the weights they came from."""
     name, random = split_random(model)
-    digest = hashlib.sha256(RANDOM.encode() if random else b"")
+    return _digest(name, ("*.safetensors", "*.bin", "config.json"), RANDOM if random else "")
+
+
+def tokenizer_digest(model: str) -> str:
+    """SHA-256 over the files that a folder's tokenizer is read from: other pieces or casing of the
+    same text give other scores to the same weights."""
+    return _digest(split_random(model)[0], _OF_TOKENIZERS)
+
+
+def _digest(name: str, patterns: Sequence[str], start: str = "") -> str:
+    """Of a folder's files, or of a hub name as such."""
+    digest = hashlib.sha256(start.encode())
     folder = Path(name)
     if not folder.is_dir():
         digest.update(name.encode())
-    for file in sorted(
-        [*folder.glob("*.safetensors"), *folder.glob("*.bin"), *folder.glob("config.json")]
-    ):
+    for file in sorted({file for pattern in patterns for file in folder.glob(pattern)}):
         with file.open("rb") as handle:
             digest.update(hashlib.file_digest(handle, "sha256").digest())
     return digest.hexdigest()[:16]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -61,7 +62,7 @@ def test_grid_of_two_rates_and_seeds(tmp_path: Path, tiny_model: Path, monkeypat
 
 
 def test_results_of_other_data_or_weights_are_not_mixed(tmp_path: Path, tiny_model: Path) -> None:
-    out = tmp_path / "out"
+    out, tiny_model = tmp_path / "out", Path(shutil.copytree(tiny_model, tmp_path / "model"))
     run_grid(TASKS["classify"], QUICK, films(8), str(tiny_model), out, save_best=False)
     assert not (out / "best").exists()
     before = {f: f.read_bytes() for f in out.rglob("*.json")}
@@ -76,6 +77,11 @@ def test_results_of_other_data_or_weights_are_not_mixed(tmp_path: Path, tiny_mod
         given = {"task": TASKS["classify"], "settings": QUICK, "splits": films(8), **change}
         with pytest.raises(UserError, match="holds results with another"):
             run_grid(out=out, **{"model": str(tiny_model), **given})
+    file = tiny_model / "tokenizer.json"
+    file.write_text((own := file.read_text()).replace("true", "false"))  # of casing
+    with pytest.raises(UserError, match="holds results with another tokenizer"):
+        run_grid(TASKS["classify"], QUICK, films(8), str(tiny_model), out, save_best=False)
+    file.write_text(own)
     assert {f: f.read_bytes() for f in out.rglob("*.json")} == before
     result = next(out.glob("runs/*/result.json"))
     for key in ("lr", "seconds", "accuracy"):

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from configs import UserError
-from pretrain.downstream.loading import load_for_task, load_tokenizer
+from pretrain.downstream.loading import load_for_task, load_tokenizer, tokenizer_digest
 from pretrain.downstream.tasks import TASKS
 
 # Under a task's head, whose file and model call a weight the same, and bare (feature-based).
@@ -116,3 +116,20 @@ def test_rows_longer_than_the_models_positions_are_refused_with_the_option(
     with pytest.raises(UserError) as error:
         load_tokenizer(str(tiny_model), TASKS["squad"].settings.max_length)
     assert "128 positions" in str(error.value) and "--max-length 128" in str(error.value)
+
+
+def test_a_tokenizers_digest_hangs_on_every_file_it_is_read_from(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    model = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    digests = {tokenizer_digest(str(model)), tokenizer_digest(f"random:{model}")}
+    assert len(digests) == 1
+    (model / "README.md").write_text("no part of it")
+    assert tokenizer_digest(str(model)) in digests
+    new = ("special_tokens_map.json", "merges.txt", "vocab.json", "added_tokens.json", "spm.model")
+    for name in ("tokenizer.json", "vocab.txt", "tokenizer_config.json", *new):
+        with (model / name).open("a") as file:
+            file.write(" ")
+        digests.add(tokenizer_digest(str(model)))
+    assert len(digests) == 9
+    assert tokenizer_digest("owner/a") != tokenizer_digest("owner/b")
