@@ -16,6 +16,7 @@ from configs.log import LOG
 from configs.model import ModelConfig
 from pretrain.convert.card import commit, last_scores, model_card
 from pretrain.convert.hf import SHARD_BYTES, config_to_hf, sync_folder, write_weights
+from pretrain.convert.mask_token import fit_around_mask
 from pretrain.convert.opening import Opened, open_model
 from pretrain.convert.vocabulary import TOKENIZER_FILES, tokenizer_size, write_folder
 
@@ -146,7 +147,6 @@ def _write_small_files(fresh: Path, opened: Opened, dtype: str) -> None:
 def _patch_tokenizer(folder: Path, config: ModelConfig) -> None:
     """Sets the length that the model can take, and that its inputs tell the segments of a pair apart,
     which transformers does unasked for WordPiece alone; casing stays as the shards were built (B05).
-    In byte-level BPE the blank before a word is part of it, so a mask takes it in, as RoBERTa's does.
     """
     file = folder / "tokenizer_config.json"
     values = json.loads(file.read_text(encoding="utf-8"))
@@ -155,10 +155,8 @@ def _patch_tokenizer(folder: Path, config: ModelConfig) -> None:
     file.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     file = folder / "tokenizer.json"
     values = json.loads(file.read_text(encoding="utf-8"))
-    if "ByteLevel" in json.dumps(values.get("pre_tokenizer")):
-        mask = _mask_token(folder)
-        for token in values["added_tokens"]:
-            token["lstrip"] |= token["content"] == mask
+    if values["model"].get("type") != "WordPiece":  # its words have no blank in them
+        fit_around_mask(values, _mask_token(folder))
         file.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

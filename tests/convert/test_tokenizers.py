@@ -113,6 +113,9 @@ def test_byte_and_unigram_vocabularies_are_exported_too(
     masked = exported(sentence.replace("hundred", exported.mask_token))["input_ids"]
     at = masked.index(exported.mask_token_id)  # right behind "nine": no blank of its own between
     assert masked[:at] == exported(sentence)["input_ids"][:at]
+    ends = exported(sentence.replace("degrees", exported.mask_token))["input_ids"]
+    assert ends[-3] == exported.mask_token_id  # nor before the full stop
+    assert ends[-2:] == exported(sentence)["input_ids"][-2:]
     # Of a pair, B is segment 1 as in the rows that the model was trained on.
     for tokenizer in (exported, AutoTokenizer.from_pretrained(work / "vocab")):
         pair = tokenizer(sentence, "It held.")
