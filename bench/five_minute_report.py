@@ -107,9 +107,11 @@ def describe(work: Path, name: str) -> dict[str, str]:
         trained += of_phase * phase["global_batch"] * index["tokens"] / index["rows"]
         before_phase += of_phase
     timed = 1 - min(1.0, FREE_UPDATES / updates)
+    usual = recipe["masking"]["probability"]
+    rates = [f"{p.get('mask_probability') or usual:g}" for p in recipe["phases"]]
     settings = (
         f"{phase['global_batch']}, LAMB {phase['schedule']['lr']:g}, "
-        f"{recipe['masking']['probability']:g}, dropout {recipe['model']['hidden_dropout']:g}"
+        f"{' then '.join(dict.fromkeys(rates))}, dropout {recipe['model']['hidden_dropout']:g}"
     )
     return _cells(
         f"{model['hidden_size']}x{model['num_layers']}", settings,

@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from configs.errors import UserError
+from configs.masking import check_rate
 from configs.ranges import check_ranges
 from configs.schema import Profile, Recipe, ShardsConfig
 
@@ -28,6 +29,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
     Raises:
         UserError: no such file, broken YAML, unknown key, wrong type; names the key and its neighbour.
+            A number out of range; a phase on rows that are not there, or cannot have its masks.
     """
     recipe = _load(Recipe, _find(path, "recipes"), overrides)
     if not recipe.work_dir:
@@ -40,6 +42,9 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
                 f"phases[{position}].shards={phase.shards} is not a set under `shards`",
                 f"known sets: {', '.join(recipe.shards)}",
             )
+        shards = recipe.shards[phase.shards]
+        cap = shards.mask_cap or shards.max_length  # 0: follows the rates
+        check_rate(position, phase, shards.max_length, cap, shards.static_masks)
     return recipe
 
 

@@ -71,7 +71,8 @@ class ShardsConfig:
     short_seq_prob: float = 0.1  # per document, as published with BERT
     # Per document, among the pairs of `nsp` and `sop`: rows as doc-sentences, which have no label.
     single_prob: float = 0.0
-    mask_cap: int = 0  # predictions a row at most; 0 = ceil(0.15 x max_length)
+    # Predictions a row at most; 0 = ceil(highest masking rate x max_length): 20 of 128, 77 of 512.
+    mask_cap: int = 0
     static_masks: bool = False  # write masks into the shard instead of drawing them in training
 
 
@@ -143,6 +144,9 @@ class PhaseConfig:
     shards: str = "len128"
     global_batch: int = 65536  # rows (sequences) per update, over all processes
     steps: int = 7038
+    # Share of the tokens masked in this phase, e.g. 0.3 and later 0.15 (2305.15096); 0 =
+    # masking.probability, at which held-out rows are scored in every phase.
+    mask_probability: float = 0.0
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
 
 

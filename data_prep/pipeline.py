@@ -120,7 +120,7 @@ def make_plan(recipe: Recipe, names: list[str]) -> Plan:
 def _finished(plan: Plan, name: str) -> bool:
     """Whether the set is complete and of this recipe; refuses a folder of another one."""
     folder = Path(plan.recipe.work_dir) / "shards" / name
-    settings = set_settings(plan.recipe, plan.recipe.shards[name], plan.settings)
+    settings = set_settings(plan.recipe, name, plan.settings)
     started = folder / ".build" / "settings.json"
     if (folder / INDEX).is_file():
         there = read_index(folder)["settings"]
@@ -193,10 +193,10 @@ def _documents(plan: Plan, todo: list[str], executor: Executor) -> list[dict[str
 def _build_set(plan: Plan, name: str, counts: list[dict[str, Any]], executor: Executor) -> None:
     shards = plan.recipe.shards[name]
     folder = Path(plan.recipe.work_dir) / "shards" / name
-    settings = set_settings(plan.recipe, shards, plan.settings)
+    settings = set_settings(plan.recipe, name, plan.settings)
     layout = Layout(shards.max_length, plan.tokenizer["vocab_size"], shards.static_masks)
     context = SetContext(
-        plan.context, shards, plan.recipe.masking, mask_cap(shards, plan.recipe.masking),
+        plan.context, shards, plan.recipe.masking, mask_cap(plan.recipe, name),
         plan.recipe.seed, layout, plan.tokenizer["special_ids"], digest(settings)[:32],
         folder / ".build", folder,
     )  # fmt: skip

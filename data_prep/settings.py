@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from configs import Recipe, UserError, say
+from configs.masking import highest_rate
 from configs.objectives import OBJECTIVES, check_single
-from configs.schema import MaskingConfig, ShardsConfig, SourceConfig
+from configs.schema import ShardsConfig, SourceConfig
 
 # Modules that cannot change what a build writes.
 _NO_INFLUENCE = {
@@ -64,15 +65,16 @@ def document_settings(
     }  # fmt: skip
 
 
-def set_settings(recipe: Recipe, shards: ShardsConfig, documents: dict[str, Any]) -> dict[str, Any]:
-    """What decides the rows of one set."""
+def set_settings(recipe: Recipe, name: str, documents: dict[str, Any]) -> dict[str, Any]:
+    """What decides the rows of the set `name`."""
+    shards = recipe.shards[name]
     settings: dict[str, Any] = {
         "documents": documents,
         "weights": {
-            name: source.weight for name, source in zip(documents["sources"], recipe.sources)
+            title: source.weight for title, source in zip(documents["sources"], recipe.sources)
         },
         "seed": recipe.seed,
-        "shards": asdict(shards) | {"mask_cap": mask_cap(shards, recipe.masking)},
+        "shards": asdict(shards) | {"mask_cap": mask_cap(recipe, name)},
         "held_out": recipe.prep.held_out,
         "part_mb": recipe.prep.part_mb,
         "drop_duplicates": recipe.prep.drop_duplicates,
@@ -82,9 +84,14 @@ def set_settings(recipe: Recipe, shards: ShardsConfig, documents: dict[str, Any]
     return settings
 
 
-def mask_cap(shards: ShardsConfig, masking: MaskingConfig) -> int:
-    """Predictions a row at most: as the recipe says, or ceil(probability x max_length): 20, 77."""
-    return shards.mask_cap or math.ceil(masking.probability * shards.max_length - 1e-9)
+def mask_cap(recipe: Recipe, name: str) -> int:
+    """Predictions a row of the set `name` at most: as the recipe says, or what its rates need."""
+    return recipe.shards[name].mask_cap or _needed(highest_rate(recipe, name), recipe.shards[name])
+
+
+def _needed(rate: float, shards: ShardsConfig) -> int:
+    """ceil(rate x max_length): 20 of 128 and 77 of 512 for 15%."""
+    return math.ceil(rate * shards.max_length - 1e-9)
 
 
 def leaves(settings: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
@@ -119,11 +126,12 @@ def check_recipe(recipe: Recipe, names: list[str]) -> None:
         if name not in recipe.shards:
             known = ", ".join(recipe.shards)
             raise UserError(f"the recipe has no shard set {name!r}", f"known sets: {known}")
-        _check_set(f"shards.{name}", recipe.shards[name], recipe.masking)
+        _check_set(recipe, name)
         check_single(name, recipe.shards[name])
 
 
-def _check_set(key: str, shards: ShardsConfig, masking: MaskingConfig) -> None:
+def _check_set(recipe: Recipe, name: str) -> None:
+    key, shards, masking = f"shards.{name}", recipe.shards[name], recipe.masking
     if shards.objective not in OBJECTIVES:
         raise UserError(f"{key}.objective={shards.objective!r}", f"one of {', '.join(OBJECTIVES)}")
     length, cap = shards.max_length, shards.mask_cap
@@ -134,10 +142,11 @@ def _check_set(key: str, shards: ShardsConfig, masking: MaskingConfig) -> None:
     )
     _need(0 <= shards.single_prob < 1, f"{key}.single_prob={shards.single_prob}", "0 to below 1")
     _need(0 <= cap < length, f"{key}.mask_cap={cap}", "0 = ceil(0.15 x max_length)")
-    if cap and cap < math.ceil(masking.probability * length - 1e-9):
+    if cap and cap < _needed(masking.probability, shards):
         say(
             f"warning: {key}.mask_cap={cap} masks at most {100 * cap / length:.1f}% of a row of "
-            f"{length}, not {100 * masking.probability:.0f}%; 0 would give {mask_cap(ShardsConfig(max_length=length), masking)}"
+            f"{length}, not {100 * masking.probability:.0f}%; 0 would give "
+            f"{_needed(highest_rate(recipe, name), shards)}"
         )
     if shards.static_masks and masking.kind != "token":
         raise UserError(

@@ -62,13 +62,13 @@ def stale(recipe: Any) -> list[str]:
     """Sets of a recipe that were built from other settings, vocabulary, sources or code."""
     plan = make_plan(recipe, list(recipe.shards))
     problems = []
-    for name, shards in recipe.shards.items():
+    for name in recipe.shards:
         folder = Path(recipe.work_dir) / "shards" / name
         if (folder / INDEX).is_file():
             try:
                 there = read_index(folder)["settings"]
             except UserError:
                 continue  # check_folder tells
-            changes = difference(there, set_settings(recipe, shards, plan.settings))
+            changes = difference(there, set_settings(recipe, name, plan.settings))
             problems += [f"{folder}: stale: {change}" for change in changes]
     return problems

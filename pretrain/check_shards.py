@@ -54,7 +54,7 @@ def check_built(recipe: Recipe, shards: Mapping[str, Shards]) -> list[str]:
 
 def _asked(recipe: Recipe, name: str) -> dict[str, Any]:
     asked = asdict(recipe.shards[name])
-    if not asked["mask_cap"]:  # 0 comes to what masking.probability was; the trainer reads it there
+    if not asked["mask_cap"]:  # 0 comes to what the masking rates were; the trainer reads it there
         del asked["mask_cap"]
     return asked
 

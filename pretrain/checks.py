@@ -12,6 +12,7 @@ from typing import Any
 
 from configs.errors import UserError
 from configs.loading import difference, to_dict
+from configs.masking import check_rate
 from configs.memory import GIB, largest_micro_batch, training_bytes
 from configs.model import ModelConfig, parameter_count
 from configs.schema import Recipe
@@ -221,7 +222,9 @@ def _open_all(recipe: Recipe) -> dict[str, Shards]:
 def _check_batches(recipe: Recipe, plan: Plan) -> None:
     tokens = recipe.parallel.micro_batch_tokens
     for number, phase in enumerate(recipe.phases):
-        longest = round_up(plan.shards[phase.shards].max_length, SMALLEST)
+        shards = plan.shards[phase.shards]
+        check_rate(number, phase, shards.max_length, shards.mask_cap, shards.layout.static_masks)
+        longest = round_up(shards.max_length, SMALLEST)
         if phase.global_batch < plan.dp:
             raise UserError(
                 f"phases.{number}.global_batch={phase.global_batch} rows cannot be shared out over "
@@ -279,6 +282,8 @@ def _check_checkpoint(recipe: Recipe, plan: Plan) -> None:
 def _decides(recipe: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:
     """What of a recipe the losses hang on, beside the shards and the layout."""
     kept = {key: recipe.get(key) for key in ("seed", "masking", "optimizer", "phases")}
+    # A checkpoint of before that key was trained at masking.probability.
+    kept["phases"] = [{"mask_probability": 0.0, **phase} for phase in kept["phases"] or []]
     return {**kept, "model": model, "train.precision": recipe.get("train", {}).get("precision")}
 
 

@@ -329,7 +329,8 @@ def _threads() -> int:
 
 
 def _evaluator(plan: Plan, groups: Groups, device: torch.device) -> Evaluator | None:
-    """Held-out rows of the first phase's shards, if there are any."""
+    """Held-out rows of the first phase's shards, if there are any; at masking.probability in all
+    phases, whatever their own rate, so that their losses compare."""
     recipe = plan.recipe
     shards = plan.shards[recipe.phases[0].shards]
     if not (shards.folder / HELD_OUT).is_dir():

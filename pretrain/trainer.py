@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from configs.console import say
 from configs.errors import PREEMPTED_EXIT, UserError
+from configs.masking import masking_of
 from configs.schema import PhaseConfig
 from pretrain.agreement import Agreement
 from pretrain.checkpoint.folder import folder_of
@@ -61,6 +62,28 @@ def _out_of_memory(plan: Plan, error: BaseException) -> UserError:
     )
 
 
+def batches_of(run: Run, index: int, steps: int) -> Batches:
+    """The first `steps` updates of phase `index` (from 0) for this rank."""
+    plan, recipe = run.plan, run.plan.recipe
+    phase = recipe.phases[index]
+    return Batches(
+        plan.shards[phase.shards],
+        replace(phase, steps=steps),  # reads no further ahead
+        index,
+        masking_of(recipe, phase),
+        recipe.seed,
+        run.groups.dp_rank,
+        run.groups.dp,
+        plan.micro_batch_tokens,
+        run.device,
+        first_row=sum(
+            before.steps * before.global_batch
+            for before in recipe.phases[:index]
+            if before.shards == phase.shards
+        ),
+    )
+
+
 class Trainer:
     """Runs the updates from `run.step` on."""
 
@@ -96,23 +119,8 @@ class Trainer:
 
     def run_phase(self, index: int, phase: PhaseConfig, first: int, end: int) -> None:
         """Updates of one phase; first: updates of the phases before it."""
-        run, recipe = self.run, self.recipe
-        batches = Batches(
-            self.plan.shards[phase.shards],
-            replace(phase, steps=end - first),  # reads no further ahead
-            index,
-            recipe.masking,
-            recipe.seed,
-            run.groups.dp_rank,
-            run.groups.dp,
-            self.plan.micro_batch_tokens,
-            run.device,
-            first_row=sum(
-                before.steps * before.global_batch
-                for before in recipe.phases[:index]
-                if before.shards == phase.shards
-            ),
-        )
+        run = self.run
+        batches = batches_of(run, index, end - first)
         if batches.warning:
             run.say(batches.warning)
         shapes: set[int] = set()

@@ -75,10 +75,11 @@ def model_card(
         lines.append("Not recorded: the weights were imported from another layout.")
     lines += ["", "## Training", "", f"Update {meta.get('step', 0)}."]
     for phase in recipe.get("phases", []):
-        schedule = phase.get("schedule", {})
+        schedule, rate = phase.get("schedule", {}), phase.get("mask_probability")
         lines.append(
             f"- {phase.get('name')}: {phase.get('steps')} updates of {phase.get('global_batch')} rows"
             f" from `{phase.get('shards')}`, {schedule.get('kind')} schedule, peak rate {schedule.get('lr'):g}"
+            + (f", {rate:.3g} of the tokens masked" if rate else "")
         )
     lines += ["", "## Scores", ""]
     shown = {

@@ -10,8 +10,9 @@ import pytest
 
 import data_prep.groups
 import data_prep.rows
-from configs import UserError
+from configs import UserError, load_recipe
 from data_prep.groups import Share, join_units
+from data_prep.settings import mask_cap
 from data_prep.shard_index import read_index
 from data_prep.shards import Rows, Shards, held_out, open_shards
 from tests.data_prep.corpus import SPECIAL, WORDS, build, recipe_file, write_texts, write_vocab
@@ -261,6 +262,17 @@ def test_b15_mask_cap(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert (
         "shards.c.mask_cap=20 masks at most 3.9% of a row of 512, not 15%; 0 would give 77" in said
     )
+
+
+def test_the_cap_that_is_not_given_is_what_the_rates_of_a_set_need() -> None:
+    """Of its phases, and of evaluation, which is at masking.probability."""
+    body = [
+        "shards={a: {max_length: 128}, b: {max_length: 512}, c: {max_length: 128, mask_cap: 64}}",
+        "phases=[{shards: a, mask_probability: 0.3}, {shards: a}, {shards: b, mask_probability: 0.1},"
+        " {shards: c, mask_probability: 0.5}]",
+    ]
+    recipe = load_recipe("demo", body)
+    assert [mask_cap(recipe, name) for name in "abc"] == [39, 77, 64]
 
 
 def test_static_masks_are_per_token(tmp_path: Path) -> None:

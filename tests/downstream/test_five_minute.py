@@ -262,11 +262,13 @@ def test_order_of_the_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_run_by_the_clock_is_described_to_its_last_update(tmp_path: Path) -> None:
     """Also those behind the last one that was logged; what the first updates took is told apart."""
     run = make_run(tmp_path / "ours")
-    assert train(run, "train.max_minutes=0.005", "train.log_every=50") == [0], output(run)
+    options = ("train.max_minutes=0.005", "train.log_every=50", "phases.0.mask_probability=0.1")
+    assert train(run, *options) == [0], output(run)
     (tmp_path / "shards").symlink_to(run / "shards")
     cells, updates = describe(tmp_path, "ours"), checkpoints(run / "train")[-1][0]
     assert updates > FREE_UPDATES and cells["updates"] == str(updates)
     assert 0 < float(cells["apart"]) < 600
+    assert ", 0.1 then 0.15, dropout" in cells["settings"]
     starts = [r["step"] for r in read_log(run / "train/log.jsonl") if r.get("text") == CLOCK_STARTS]
     assert starts == [FREE_UPDATES]
 

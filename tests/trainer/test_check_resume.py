@@ -54,11 +54,22 @@ def test_changes_of_the_recipe_are_told(run):
         "model.hidden_dropout=0.2": "model.hidden_dropout: 0.1 there, 0.2 now",
         "train.precision=bf16": "train.precision: fp32 there, bf16 now",
         "phases.1.schedule.lr=0.005": "phases.1.schedule.lr: 0.004 there, 0.005 now",
+        "phases.1.mask_probability=0.1": "phases.1.mask_probability: 0.0 there, 0.1 now",
     }
     for override, said in changes.items():
         (warning,) = plan(run, override).warnings
         assert warning == f"changed since step-00000005: {said}"
     assert not plan(run, "parallel.micro_batch_tokens=128", "checkpoint.keep=1").warnings
+
+
+def test_a_checkpoint_of_before_rates_of_phases_was_trained_without(run):
+    recipe = checks.to_dict(plan(run).recipe)
+    for phase in recipe["phases"]:
+        del phase["mask_probability"]
+    checkpoint(run, recipe=recipe)
+    assert not plan(run).warnings
+    (warning,) = plan(run, "phases.0.mask_probability=0.1").warnings
+    assert warning.endswith(": phases.0.mask_probability: 0.0 there, 0.1 now")
 
 
 def test_missing_moments_and_missing_schedule_state_stop_the_run(run):
