@@ -85,8 +85,31 @@ TRIES_LATER: dict[str, dict[str, list[str]]] = {
         "512x5-lr-7e-4": ["--shape=512x5", "--lr=7e-4", "--batch=256", "--dropout=0"],
     },
 }
-# One change each of the recipe as it was in bf16, in the whole time; the two without bf16 are rates of
-# the recipe in fp8, in 160 s. None was taken over: what came of them is fp8, for its speed.
+_CROPS = "shards.mixed.dupe_factor=16"
+_FEWER_PAIRS = ["shards.mixed.single_prob=0.88", "shards.mixed.short_seq_prob=0.75"]
+
+
+def _shape(hidden_size: int, num_layers: int) -> list[str]:
+    return [
+        f"model.hidden_size={hidden_size}",
+        f"model.num_layers={num_layers}",
+        f"model.num_heads={hidden_size // 64}",
+        f"model.intermediate_size={4 * hidden_size}",
+    ]
+
+
+def _falling_masks(steps: int) -> str:
+    """Masks of 0.3 for `steps` updates, then of 0.15 (2305.15096 lets the rate fall)."""
+    rest = f"shards: mixed, global_batch: 384, {_SCHEDULE}"
+    return (
+        f"phases=[{{name: more, mask_probability: 0.3, steps: {steps}, {rest}}}, "
+        f"{{name: fewer, mask_probability: 0.15, steps: 30000, {rest}}}]"
+    )
+
+
+# Changes of the recipe as it was in bf16, one each, in the whole time; then, all in fp8, two rates in
+# 160 s, and changes that were added up, in 160 s or the whole time (bench/RESULTS.md says which).
+# None was taken over but fp8, for its speed.
 ABLATIONS: dict[str, list[str]] = {
     "bf16": [_BF16],
     "bf16-dropout": [_BF16, *_DROPOUT],
@@ -97,6 +120,12 @@ ABLATIONS: dict[str, list[str]] = {
     "bf16-unadapted-lr-1e-2": [_BF16, _UNADAPTED, "phases.0.schedule.lr=1e-2"],
     "lr-5.5e-3": ["phases.0.schedule.lr=5.5e-3"],
     "lr-7.5e-3": ["phases.0.schedule.lr=7.5e-3"],
+    "crops-16": [_CROPS],
+    "1024x4": [_CROPS, *_shape(1024, 4)],
+    "1280x4": [_CROPS, *_shape(1280, 4)],
+    "1024x4-falling-masks": [_CROPS, *_shape(1024, 4), _falling_masks(7000)],
+    "1024x4-fewer-pairs-160s": [_CROPS, *_shape(1024, 4), _falling_masks(7000), *_FEWER_PAIRS],
+    "1024x4-fewer-pairs": [_CROPS, *_shape(1024, 4), _falling_masks(15500), *_FEWER_PAIRS],
 }
 # The runs of the full time: the recipe, and the rival's settings with the best held-out loss and BLiMP.
 FINALS: dict[str, dict[str, list[str]]] = {
