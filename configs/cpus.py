@@ -29,12 +29,12 @@ def usable_cpus(here: Sequence[Collection[int]] = ()) -> int:
 def cpu_quota(cgroups: Path = _CGROUPS, own: Path = _OWN) -> float:
     """CPUs' worth of time that the cgroup and those above it allow (`docker --cpus=2`); inf: all."""
     try:
-        lines = own.read_text().splitlines()
+        lines = own.read_text(errors="surrogateescape").splitlines()
     except OSError:
         return math.inf
     found = math.inf
     for line in lines:
-        _, kinds, path = line.split(":", 2)
+        kinds, _, path = line.partition(":")[2].partition(":")
         if kinds and "cpu" not in kinds.split(","):
             continue
         # A container sees its own limits at the root, whatever path its host calls it by.
@@ -55,5 +55,5 @@ def _limit(folder: Path) -> float:
                 (folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period")
             )
         return int(quota) / int(period) if int(quota) > 0 else math.inf
-    except (OSError, ValueError):
+    except (OSError, ValueError, ZeroDivisionError):
         return math.inf

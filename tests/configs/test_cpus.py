@@ -89,6 +89,18 @@ def test_quota_of_a_cgroup(tmp_path: Path, own, files, expected) -> None:
     assert cpu_quota(tmp_path, tmp_path / "none") == math.inf
 
 
+@pytest.mark.parametrize("own", ["", "\n", "0::/\n\n", "x", "0:::/a:b", "0::/\udcff", "0::/../up"])
+@pytest.mark.parametrize(
+    "text", ["", "max", "5", "5 0", "0 5", "-5 5", "1.5 5", "5 5 5", "a b", "\udcff"]
+)
+def test_files_that_say_nothing_are_no_limit(tmp_path: Path, own, text) -> None:
+    (tmp_path / "own").write_text(own, errors="surrogateescape")
+    (tmp_path / "cpu").mkdir()
+    for name in ("cpu.max", "cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"):
+        (tmp_path / name).write_text(text, errors="surrogateescape")
+    assert cpu_quota(tmp_path, tmp_path / "own") == math.inf
+
+
 def test_nobody_counts_the_machine(repo: Path) -> None:
     rooms = ("configs", "data_prep", "pretrain", "cluster", "bench")
     counting = [
