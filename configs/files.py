@@ -114,7 +114,7 @@ def read_json(
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is damaged: {error}", remedy) from None
     if not isinstance(values, dict):
         raise UserError(f"{path} is damaged: it holds no JSON object", remedy)

@@ -78,18 +78,16 @@ def read_vocab(path: Path) -> dict[str, int]:
     try:
         lines = path.read_bytes().decode("utf-8").split("\n")
     except UnicodeDecodeError as error:
-        raise UserError(
-            f"{path}: not UTF-8 ({error})", "a vocab.txt has one token a line"
-        ) from None
+        what = f"{path}: not UTF-8 ({error})"
+        raise UserError(what, "a vocab.txt has one token a line") from None
     lines = [line.removesuffix("\r") for line in lines]
     while lines and not lines[-1].strip():
         lines.pop()
     vocab: dict[str, int] = {}
     for number, token in enumerate(lines):
         if not token:
-            raise UserError(
-                f"{path}: line {number + 1} is blank", "remove it; ids are line numbers"
-            )
+            what = f"{path}: line {number + 1} is blank"
+            raise UserError(what, "remove it; ids are line numbers")
         if token in vocab:
             raise UserError(
                 f"{path}: {token!r} is listed twice (lines {vocab[token] + 1} and {number + 1})",
@@ -241,16 +239,29 @@ def _from_folder(folder: Path, config: VocabConfig) -> Built:
     if (folder / "tokenizer.json").is_file():
         return _from_json(folder / "tokenizer.json", config)
     if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
-        vocab = read_json(folder / "vocab.json", "get it again")
-        lines = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")
-        pairs = [line.split(" ") for line in lines if line and not line.startswith("#version")]
-        return _byte_bpe(vocab, [(a, b) for a, b in pairs], str(folder))
+        return _from_merges(folder)
     if (folder / "vocab.txt").is_file():
         return _wordpiece(read_vocab(folder / "vocab.txt"), str(folder / "vocab.txt"), config)
     raise UserError(
         f"{folder}: no tokenizer in it",
         "a folder holds tokenizer.json, or vocab.json with merges.txt, or vocab.txt",
     )
+
+
+def _from_merges(folder: Path) -> Built:
+    vocab = read_json(folder / "vocab.json", "get it again")
+    if len({n for n in vocab.values() if type(n) is int and 0 <= n < 2 * len(vocab)}) < len(vocab):
+        what = f"{folder / 'vocab.json'} is damaged: its ids are not numbers from 0 up, each once"
+        raise UserError(what, "get it again")
+    try:
+        lines = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")
+        pairs = [line.split(" ") for line in lines if line and not line.startswith("#version")]
+        return _byte_bpe(vocab, [(a, b) for a, b in pairs], str(folder))
+    except UserError:
+        raise
+    except Exception as error:  # of tokenizers
+        what = f"{folder / 'merges.txt'}: not the pairs of tokens in vocab.json ({error})"
+        raise UserError(what, "get both again") from None
 
 
 def _from_json(path: Path, config: VocabConfig) -> Built:
@@ -309,9 +320,8 @@ def _from_pieces(model: bytes, origin: str, config: VocabConfig) -> Built:
     try:
         proto.ParseFromString(model)
     except Exception as error:
-        raise UserError(
-            f"{origin}: not a SentencePiece model ({error})", "it may be cut off"
-        ) from None
+        what = f"{origin}: not a SentencePiece model ({error})"
+        raise UserError(what, "it may be cut off") from None
     pieces = [(piece.piece, piece.score) for piece in proto.pieces]
     vocab = {piece: number for number, (piece, _) in enumerate(pieces)}
     specials = find_specials(vocab.__contains__, origin)

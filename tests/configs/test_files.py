@@ -25,7 +25,9 @@ def test_a_file_is_whole_or_as_it_was(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\0\0", b'{"a": "\xff"}'])
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b"null", b"\0\0", b'{"a": "\xff"}', b'{"a":' * 9**5]
+)
 def test_a_damaged_note_is_named(content, tmp_path):
     (tmp_path / "note.json").write_bytes(content)
     with pytest.raises(UserError, match="note.json is damaged") as caught:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import json
 import os
 import random
 import string
@@ -23,7 +24,7 @@ from transformers import AutoTokenizer
 from configs import UserError
 from configs.schema import VocabConfig
 from data_prep.tokenizer import Tokenizer, load, train
-from data_prep.tokenizer_models import bert_steps, byte_steps
+from data_prep.tokenizer_models import BYTE_SPECIALS, bert_steps, byte_steps
 from data_prep.training_text import without_long_words
 from tests.data_prep_text.test_tokenizer_words import SETTINGS, TEXTS
 
@@ -343,3 +344,24 @@ def test_damaged_files_are_named(tmp_path) -> None:
             (tmp_path / folder / name).write_text(content)
             with pytest.raises(UserError, match=f"{name} is damaged"):
                 load(tmp_path / folder)
+
+
+BYTES = {token: number for number, token in enumerate((*BYTE_SPECIALS.values(), "a", "b", "ab"))}
+
+
+@pytest.mark.parametrize("number", ["1", -1, 1.5, True, None, 2**31, 2**70, 7, [1]])
+def test_ids_of_a_vocab_json_that_cannot_be(tmp_path, number) -> None:
+    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
+    (tmp_path / "vocab.json").write_text(json.dumps(BYTES))
+    assert load(tmp_path).vocab_size == 8
+    (tmp_path / "vocab.json").write_text(json.dumps({**BYTES, "b": number}))
+    with pytest.raises(UserError, match="vocab.json is damaged: its ids are not numbers from 0"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("line", ["ab", "a b c", "a  b", "q b", "a q", " ", "a\tb", "\udcff"])
+def test_merges_that_cannot_be(tmp_path, line) -> None:
+    (tmp_path / "vocab.json").write_text(json.dumps(BYTES))
+    (tmp_path / "merges.txt").write_text(f"a b\n{line}\n", errors="surrogateescape")
+    with pytest.raises(UserError, match="merges.txt: not the pairs"):
+        load(tmp_path)
