@@ -18,7 +18,7 @@ from pretrain.convert.card import commit, last_scores, model_card
 from pretrain.convert.hf import SHARD_BYTES, config_to_hf, sync_folder, write_weights
 from pretrain.convert.mask_token import fit_around_mask
 from pretrain.convert.opening import Opened, open_model
-from pretrain.convert.vocabulary import TOKENIZER_FILES, tokenizer_size, write_folder
+from pretrain.convert.vocabulary import TOKENIZER_FILES, special_names, tokenizer_size, write_folder
 
 if TYPE_CHECKING:
     from pretrain.model import BertForPreTraining
@@ -132,7 +132,7 @@ def _write_small_files(fresh: Path, opened: Opened, dtype: str) -> None:
     run = opened.path.parent.parent if meta else opened.path
     aside = opened.path.parent / LOG  # beside checkpoints that a new start has set aside
     scores = last_scores(aside if aside.is_file() else run / LOG, meta.get("step", 0))
-    card = model_card(config, meta, scores, code, _mask_token(fresh))
+    card = model_card(config, meta, scores, code, special_names(fresh)["mask_token"])
     (fresh / "README.md").write_text(card, encoding="utf-8")
     kept = ("step", "recipe", "tokenizer_fingerprint", "format")
     provenance: dict[str, Any] = {
@@ -156,7 +156,7 @@ def _patch_tokenizer(folder: Path, config: ModelConfig) -> None:
     file = folder / "tokenizer.json"
     values = json.loads(file.read_text(encoding="utf-8"))
     if values["model"].get("type") != "WordPiece":  # its words have no blank in them
-        fit_around_mask(values, _mask_token(folder))
+        fit_around_mask(values, special_names(folder)["mask_token"])
         file.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
@@ -169,20 +169,17 @@ def _warn_of_another_vocabulary(opened: Opened) -> None:
 
     wanted = opened.meta.get("tokenizer_fingerprint")
     file = opened.tokenizer / "tokenizer.json"
-    if not wanted or not file.is_file():
+    if not file.is_file():
         return
-    text = Tokenizer.from_file(str(file)).to_str()
-    if blake2b(text.encode(), digest_size=16).hexdigest() != wanted:
+    try:
+        text = Tokenizer.from_file(str(file)).to_str()
+    except Exception as error:  # which is all that it says of its kind
+        raise UserError(f"{file}: no readable tokenizer ({error})", "restore it") from None
+    if wanted and blake2b(text.encode(), digest_size=16).hexdigest() != wanted:
         say(
             f"warning: {file} is not, to the byte, the tokenizer that the shards were built with"
             f" ({wanted}); check that it is the run's own"
         )
-
-
-def _mask_token(folder: Path) -> str:
-    named = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-    token = named.get("mask_token", "[MASK]")
-    return str(token["content"] if isinstance(token, dict) else token)
 
 
 def _pad_id(folder: Path) -> int:

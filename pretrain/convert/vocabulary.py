@@ -74,21 +74,21 @@ def tokenizer_size(source: Path) -> int:
         vocab = values["model"]["vocab"]
         if isinstance(vocab, list):  # unigram: [piece, score] in the order of the ids
             vocab = {entry[0]: number for number, entry in enumerate(vocab)}
-        ids = {**vocab, **{t["content"]: t["id"] for t in values.get("added_tokens", [])}}
-        names = _special_names(source)
+        ids = {**vocab, **{t["content"]: t["id"] for t in values["added_tokens"]}}
+        size = int(max(ids.values())) + 1
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise UserError(f"{file}: no readable tokenizer ({error!r})", "restore it") from None
-    for token in names:
+    for token in special_names(source).values():
         if token not in ids:
             raise UserError(f"{file}: no {token}", "training needs it; restore the file")
-    return int(max(ids.values())) + 1
+    return size
 
 
-def _special_names(folder: Path) -> list[str]:
+def special_names(folder: Path) -> dict[str, str]:
     """The special tokens as tokenizer_config.json calls them, BERT's where it does not say."""
     said = _read_config(folder)
     named = {role: said.get(role) or token for role, token in SPECIAL.items()}
-    return [t["content"] if isinstance(t, dict) else t for t in named.values()]
+    return {role: str(t.get("content") if isinstance(t, dict) else t) for role, t in named.items()}
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

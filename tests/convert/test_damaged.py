@@ -64,6 +64,15 @@ def text_in(name: str, old: str, new: str) -> Callable[[Path], None]:
     return damage
 
 
+def in_json(name: str, change: Callable[[dict], object]) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        values = json.loads((folder / name).read_text())
+        change(values)
+        (folder / name).write_text(json.dumps(values))
+
+    return damage
+
+
 def vocab(change: Callable[[list[str]], list[str]]) -> Callable[[Path], None]:
     def damage(folder: Path) -> None:
         lines = (folder / "vocab.txt").read_text().splitlines()
@@ -239,10 +248,6 @@ def test_b45_megatron_file_is_refused_knowingly(tmp_path: Path, vocab_txt: Path,
     assert "pre-LN" in str(caught.value)
 
 
-def google(damage: Callable[[Path], None], message: str) -> tuple[Callable[[Path], None], str]:
-    return damage, message
-
-
 def flip(name: str, at: int) -> Callable[[Path], None]:
     def damage(folder: Path) -> None:
         data = bytearray((folder / name).read_bytes())
@@ -258,26 +263,19 @@ def flip_pooler(folder: Path) -> None:
 
 
 DATA, INDEX = "bert_model.ckpt.data-00000-of-00001", "bert_model.ckpt.index"
-GOOGLE = {
-    "index cut": google(cut(INDEX, 0.9), "no table footer"),
-    "index flipped": google(flip(INDEX, 50), "checksum of a block"),
-    "index empty": google(cut(INDEX, 0), "no table footer"),
-    "data flipped": google(flip_pooler, "checksum of .* does not match"),
-    "data cut": google(cut(DATA, 0.5), "cut inside"),
-    "data missing": google(lambda f: (f / DATA).unlink(), "no such file"),
-    "config missing": google(lambda f: (f / "bert_config.json").unlink(), "bert_config.json"),
-    "config of another": google(
-        lambda f: (
-            (f / "bert_config.json").write_text(
-                (f / "bert_config.json")
-                .read_text()
-                .replace('"num_hidden_layers": 2', '"num_hidden_layers": 1')
-            )
-            and None
-        ),
+GOOGLE: dict[str, tuple[Callable[[Path], None], str]] = {
+    "index cut": (cut(INDEX, 0.9), "no table footer"),
+    "index flipped": (flip(INDEX, 50), "checksum of a block"),
+    "index empty": (cut(INDEX, 0), "no table footer"),
+    "data flipped": (flip_pooler, "checksum of .* does not match"),
+    "data cut": (cut(DATA, 0.5), "cut inside"),
+    "data missing": (lambda f: (f / DATA).unlink(), "no such file"),
+    "config missing": (lambda f: (f / "bert_config.json").unlink(), "bert_config.json"),
+    "config of another": (
+        text_in("bert_config.json", '"num_hidden_layers": 2', '"num_hidden_layers": 1'),
         "bert.encoder.layer.1",
     ),
-    "vocabulary missing": google(lambda f: (f / "vocab.txt").unlink(), "no tokenizer"),
+    "vocabulary missing": (lambda f: (f / "vocab.txt").unlink(), "no tokenizer"),
 }
 
 
@@ -333,12 +331,7 @@ RUNS: dict[str, tuple[Callable[[Path], None], str]] = {
         "no complete checkpoint",
     ),
     "index altered": (
-        lambda r: (
-            (checkpoint(r) / "checkpoint.json").write_text(
-                (checkpoint(r) / "checkpoint.json").read_text().replace('"step": 0', '"step": 9')
-            )
-            and None
-        ),
+        lambda r: text_in("checkpoint.json", '"step": 0', '"step": 9')(checkpoint(r)),
         "damaged",
     ),
     "other format version (B45)": (edit_meta(lambda m: m.update(format=99)), "format 99"),
@@ -347,16 +340,28 @@ RUNS: dict[str, tuple[Callable[[Path], None], str]] = {
     "unknown setting": (edit_meta(lambda m: m["model"].update(rotary=True)), "rotary"),
     "tokenizer missing": (lambda r: shutil.rmtree(r / "vocab"), "no tokenizer"),
     "tokenizer of another size": (
-        lambda r: (
-            (r / "vocab/tokenizer.json").write_text(
-                (r / "vocab/tokenizer.json")
-                .read_text()
-                .replace('"the": 26', '"the": 26, "more": 27')
-            )
-            and None
-        ),
+        text_in("vocab/tokenizer.json", '"the": 26', '"the": 26, "more": 27'),
         "28 ids, the model has 27",
     ),
+    "tokenizer without added tokens": (
+        in_json("vocab/tokenizer.json", lambda v: v.pop("added_tokens")),
+        "tokenizer.json: no readable tokenizer",
+    ),
+    "tokenizer with steps that are none": (
+        in_json("vocab/tokenizer.json", lambda v: v.update(pre_tokenizer=[])),
+        "tokenizer.json: no readable tokenizer",
+    ),
+    "tokenizer with an id as text": (
+        in_json("vocab/tokenizer.json", lambda v: v["model"]["vocab"].update(the="26")),
+        "tokenizer.json: no readable tokenizer",
+    ),
+    **{
+        f"mask that is called {token}": (
+            in_json("vocab/tokenizer_config.json", lambda v, t=token: v.update(mask_token=t)),
+            "tokenizer.json: no ",
+        )
+        for token in (5, ["[MASK]"], {"content": None}, {"text": "[MASK]"}, "[M]")
+    },
 }
 
 
