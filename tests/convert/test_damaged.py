@@ -320,16 +320,10 @@ def edit_meta(change: Callable[[dict], object]) -> Callable[[Path], None]:
 
 
 RUNS: dict[str, tuple[Callable[[Path], None], str]] = {
-    "rank file missing": (
-        lambda r: next(checkpoint(r).glob("rank-*.safetensors")).unlink(),
-        "is missing",
-    ),
+    "rank file missing": (lambda r: next(checkpoint(r).glob("rank-*")).unlink(), "is missing"),
     "rank file cut": (cut_rank_file, "bytes instead of"),
     "bit flipped": (flip_in_rank_file, "was altered"),
-    "index missing": (
-        lambda r: (checkpoint(r) / "checkpoint.json").unlink(),
-        "no complete checkpoint",
-    ),
+    "index missing": (lambda r: (checkpoint(r) / "checkpoint.json").unlink(), "no complete"),
     "index altered": (
         lambda r: text_in("checkpoint.json", '"step": 0', '"step": 9')(checkpoint(r)),
         "damaged",

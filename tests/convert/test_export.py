@@ -370,15 +370,8 @@ def test_card_tells_data_recipe_scores_and_commit(tmp_path: Path) -> None:
         vocab_size=27, hidden_size=16, num_layers=1, num_heads=2, intermediate_size=32
     )
     card = model_card(config, {"step": 5, "recipe": recipe, "format": 1}, scores, "abc123")
-    for part in (
-        "novels",
-        "4.2500",
-        "4.5000",
-        "64 rows",
-        "peak rate 0.006, 0.3 of the tokens masked",
-        "abc123",
-        "- en",
-    ):
+    rate = "peak rate 0.006, 0.3 of the tokens masked"
+    for part in ("novels", "4.2500", "4.5000", "64 rows", rate, "abc123", "- en"):
         assert part in card
     assert "1.0000" not in card, "a score from after this checkpoint"
 
