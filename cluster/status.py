@@ -208,9 +208,12 @@ def total_updates(folder: Path) -> tuple[int, str]:
         if file.is_file():
             try:
                 phases = yaml.safe_load(file.read_text())["phases"]
-                return sum(phase["steps"] for phase in phases), trouble
-            except (yaml.YAMLError, ValueError, KeyError, TypeError):
-                trouble = f"{file} is damaged: {REMEDY}"
+                total = sum(phase["steps"] for phase in phases)
+                if isinstance(total, int) and total > 0:
+                    return total, trouble
+            except (yaml.YAMLError, ValueError, KeyError, TypeError, RecursionError):
+                pass
+            trouble = f"{file} is damaged: {REMEDY}"
     return 0, trouble
 
 
@@ -221,5 +224,5 @@ def tail(path: Path) -> list[str]:
             file.seek(0, os.SEEK_END)
             file.seek(max(file.tell() - LOG_TAIL_BYTES, 0))
             return file.read().decode(errors="replace").splitlines()
-    except OSError:
+    except (OSError, ValueError):  # of a name that no file can have
         return []

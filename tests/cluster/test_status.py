@@ -98,7 +98,14 @@ def test_a_run_without_slurm_shows_its_training(tmp_path, monkeypatch):
         assert text in screen, text
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"phases": 3}'])
+STEPS = ["0", "-5", "1.5", ".inf", ".nan", "null", '"7"']
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "{", "[]", "null", '{"phases": 3}', "[" * 3000]
+    + [f'{{"phases": [{{"steps": {steps}}}]}}' for steps in STEPS],
+)
 def test_a_damaged_recipe_is_named_and_the_log_shown(run, content):
     write_training(run, 25)
     (run / "slurm" / "recipe.yaml").write_text(content)
@@ -123,6 +130,14 @@ def test_a_damaged_list_of_jobs_is_named_and_the_training_shown(run, content):
     assert "chain.json is damaged" in screen and "update 25/150 (17%)" in screen
     with pytest.raises(UserError, match="chain.json is damaged.*\n.*delete .*chain.json"):
         _refuse_queued(run / "slurm")
+
+
+def test_a_job_of_a_name_that_no_file_can_have(run):
+    write_training(run, 25)
+    (run / "slurm" / "chain.json").write_text(
+        json.dumps(CHAIN | {"jobs": [{"name": "a\0b", "id": "7"}]})
+    )
+    assert "update 25/150 (17%)" in status.screen(run)
 
 
 def test_a_run_without_any_recipe_shows_its_training(tmp_path):
