@@ -10,7 +10,7 @@ from pathlib import Path
 from cluster.planner.cards import NETWORK, Network, find_card
 from cluster.planner.layouts import Plan, evaluate, gpus_for, quickest, recipe_layout
 from cluster.planner.measured import MEMORY_WITHIN, TIME_WITHIN, Comparison, compare_all
-from cluster.planner.step_time import MASKED, Layout
+from cluster.planner.step_time import Layout
 from configs import UserError, load_recipe
 from configs.cli import add_recipe
 from configs.console import duration
@@ -195,7 +195,7 @@ def _tflops(plan: Plan, number: int) -> float:
         plan.model,
         int(phase.tokens),
         int(phase.tokens * phase.length),
-        int(MASKED * phase.tokens),
+        int(phase.masked * phase.tokens),
         int(rows),
     )
     return flops / phase.time.seconds / plan.layout.gpus / 1e12

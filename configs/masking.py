@@ -17,9 +17,9 @@ def masking_of(recipe: Recipe, phase: PhaseConfig) -> MaskingConfig:
     return replace(recipe.masking, probability=rate)
 
 
-def highest_rate(recipe: Recipe, name: str) -> float:
-    """Of what the set `name` is used for: its phases, and evaluation at masking.probability."""
-    own = [phase.mask_probability for phase in recipe.phases if phase.shards == name]
+def highest_rate(recipe: Recipe, name: str = "") -> float:
+    """Of what the set `name` ("": any) is used for: its phases, and evaluation at masking.probability."""
+    own = [phase.mask_probability for phase in recipe.phases if name in ("", phase.shards)]
     return max([recipe.masking.probability, *own])
 
 

@@ -8,6 +8,7 @@ from configs.schema import ParallelConfig
 GIB = 2**30
 _CONTEXT = 1.5 * GIB  # CUDA context, communication buffers, library workspaces
 _FRAGMENTS = 1.1  # what the allocator loses
+MASKED = 0.15  # of the tokens, where nothing is said
 _SLOTS = 4  # activations in transit between tensor-parallel ranks (pretrain.parallel.peers)
 
 
@@ -51,7 +52,7 @@ def state_bytes(config: ModelConfig, parallel: ParallelConfig, dp: int, precisio
 
 
 def activation_parts_per_token(
-    config: ModelConfig, parallel: ParallelConfig, precision: str
+    config: ModelConfig, parallel: ParallelConfig, precision: str, masked: float = MASKED
 ) -> dict[str, float]:
     """Bytes that the fused kernels keep from the forward pass for the backward pass, per token of a
     micro-batch (plain ones keep masks and copies besides).
@@ -61,7 +62,7 @@ def activation_parts_per_token(
     its GELU (2 x I / H). With sequence parallelism inputs and sums are shared out (in fp8 the inputs
     stay as they were gathered). In fp8 the input of the MLP and what its GELU makes stay in one byte
     an element. With activation checkpointing only the input of the layer stays, and one layer at a
-    time is whole. 15% of the tokens meet the vocabulary.
+    time is whole. The masked tokens (their share is `masked`) meet the vocabulary.
     """
     size = 4 if precision == "fp32" else 2
     h, i, tp = config.hidden_size, config.intermediate_size, parallel.tp
@@ -76,36 +77,42 @@ def activation_parts_per_token(
         else (config.num_layers * layer)
     )
     # The logits alone, overwritten by their gradient.
-    logits = 0.16 * padded_vocab(config, tp) / tp * size
+    logits = (masked + 0.01) * padded_vocab(config, tp) / tp * size
     return {"activations": layers + 8 * size * h, "logits": logits}
 
 
-def activation_bytes_per_token(
-    config: ModelConfig, parallel: ParallelConfig, precision: str
+def _bytes_per_token(
+    config: ModelConfig, parallel: ParallelConfig, precision: str, masked: float
 ) -> float:
-    """The sum of `activation_parts_per_token`."""
-    return sum(activation_parts_per_token(config, parallel, precision).values())
-
-
-def _bytes_per_token(config: ModelConfig, parallel: ParallelConfig, precision: str) -> float:
     """With what the allocator loses, and the slots, which do not come from it."""
     size = 4 if precision == "fp32" else 2
     slots = _SLOTS * size * config.hidden_size if parallel.sequence_parallel else 0
-    return _FRAGMENTS * activation_bytes_per_token(config, parallel, precision) + slots
+    kept = activation_parts_per_token(config, parallel, precision, masked)
+    return _FRAGMENTS * sum(kept.values()) + slots
 
 
 def training_bytes(
-    config: ModelConfig, parallel: ParallelConfig, dp: int, precision: str, tokens: int
+    config: ModelConfig,
+    parallel: ParallelConfig,
+    dp: int,
+    precision: str,
+    tokens: int,
+    masked: float = MASKED,
 ) -> float:
-    """Everything on the card for micro-batches of `tokens` tokens."""
+    """Everything on the card for micro-batches of `tokens` tokens, a share `masked` of them masked."""
     state = _FRAGMENTS * state_bytes(config, parallel, dp, precision)
-    return _CONTEXT + state + tokens * _bytes_per_token(config, parallel, precision)
+    return _CONTEXT + state + tokens * _bytes_per_token(config, parallel, precision, masked)
 
 
 def largest_micro_batch(
-    config: ModelConfig, parallel: ParallelConfig, dp: int, precision: str, card_bytes: int
+    config: ModelConfig,
+    parallel: ParallelConfig,
+    dp: int,
+    precision: str,
+    card_bytes: int,
+    masked: float = MASKED,
 ) -> int:
     """Most tokens a micro-batch may have on this card, a multiple of 128 up to 65536 (0: none)."""
     left = card_bytes - _CONTEXT - _FRAGMENTS * state_bytes(config, parallel, dp, precision)
-    tokens = left / _bytes_per_token(config, parallel, precision)
+    tokens = left / _bytes_per_token(config, parallel, precision, masked)
     return max(0, min(65536, int(tokens) // 128 * 128))

@@ -12,7 +12,7 @@ from typing import Any
 
 from configs.errors import UserError
 from configs.loading import difference, to_dict
-from configs.masking import check_rate
+from configs.masking import check_rate, highest_rate
 from configs.memory import GIB, largest_micro_batch, training_bytes
 from configs.model import ModelConfig, parameter_count
 from configs.schema import Recipe
@@ -359,12 +359,13 @@ def _micro_batch(recipe: Recipe, plan: Plan, cards: list[int]) -> int:
     if not card:
         return tokens or CPU_MICRO_BATCH
     longest = max(s.max_length for s in plan.shards.values())
-    fits = largest_micro_batch(plan.model, parallel, plan.dp, precision, card)
+    rate = highest_rate(recipe)
+    fits = largest_micro_batch(plan.model, parallel, plan.dp, precision, card, rate)
     # Whether GPUs reach each other, and so keep shares of the tokens, is known only later: what
     # may fit is not refused, and what is chosen here fits either way.
     shares = may_share(plan.tp, parallel.sequence_parallel) and copy_engines_serve(recipe.train)
     counted = replace(parallel, sequence_parallel=True) if tokens and shares else parallel
-    need = training_bytes(plan.model, counted, plan.dp, precision, tokens or longest)
+    need = training_bytes(plan.model, counted, plan.dp, precision, tokens or longest, rate)
     if need > card if tokens else fits < longest:
         raise UserError(
             f"{parameter_count(plan.model) / 1e6:.0f}M parameters with tp={plan.tp}, dp={plan.dp}, "

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from cluster.planner.cards import Card, Network
 from cluster.planner.step_time import Layout, StepTime, update_time
 from configs import UserError
-from configs.memory import activation_parts_per_token, state_parts, training_bytes
+from configs.masking import highest_rate, masking_of
+from configs.memory import MASKED, activation_parts_per_token, state_parts, training_bytes
 from configs.model import ModelConfig, resolve_model
 from configs.schema import ParallelConfig, Recipe
 from configs.sharing import copy_engines_serve, may_share
@@ -26,6 +27,7 @@ class PhasePlan:
     tokens: float  # real tokens of an update
     length: float  # mean real tokens of a row
     max_length: int
+    masked: float  # share of the tokens
     time: StepTime = field(default_factory=StepTime)
 
     @property
@@ -66,7 +68,9 @@ def phases_of(recipe: Recipe, fills: dict[str, float]) -> list[PhasePlan]:
     for phase in recipe.phases:
         longest = recipe.shards[phase.shards].max_length
         length = longest * fills[phase.shards]
-        out.append(PhasePlan(phase.name, phase.steps, phase.global_batch * length, length, longest))
+        rate = masking_of(recipe, phase).probability
+        tokens = phase.global_batch * length
+        out.append(PhasePlan(phase.name, phase.steps, tokens, length, longest, rate))
     return out
 
 
@@ -75,14 +79,14 @@ def model_of(recipe: Recipe) -> ModelConfig:
     return resolve_model(recipe.model, recipe.vocab.size)
 
 
-def memory_parts(model: ModelConfig, layout: Layout) -> dict[str, float]:
-    """Bytes on each GPU, part by part."""
-    parallel = as_parallel(layout)
+def memory_parts(model: ModelConfig, layout: Layout, masked: float = MASKED) -> dict[str, float]:
+    """Bytes on each GPU, part by part, where a share `masked` of the tokens is masked."""
+    parallel, tokens = as_parallel(layout), layout.micro_batch_tokens
     parts = state_parts(model, parallel, layout.dp, layout.precision)
     exchange = parts.pop("exchange", 0) if layout.engine == "deepspeed" else 0  # lean's own buffers
-    work = activation_parts_per_token(model, parallel, layout.precision)
-    parts |= {name: size * layout.micro_batch_tokens for name, size in work.items()}
-    whole = training_bytes(model, parallel, layout.dp, layout.precision, layout.micro_batch_tokens)
+    work = activation_parts_per_token(model, parallel, layout.precision, masked)
+    parts |= {name: size * tokens for name, size in work.items()}
+    whole = training_bytes(model, parallel, layout.dp, layout.precision, tokens, masked)
     parts["context and allocator"] = whole - exchange - sum(parts.values())
     return parts
 
@@ -104,8 +108,10 @@ def evaluate(
     model = model_of(recipe)
     phases = phases_of(recipe, fills)
     for phase in phases:
-        phase.time = update_time(model, layout, card, network, phase.tokens, phase.length)
-    return Plan(model, layout, phases, memory_parts(model, layout), card)
+        phase.time = update_time(
+            model, layout, card, network, phase.tokens, phase.length, phase.masked
+        )
+    return Plan(model, layout, phases, memory_parts(model, layout, highest_rate(recipe)), card)
 
 
 def recipe_layout(recipe: Recipe, gpus: int, gpus_per_node: int, card: Card) -> Layout:
@@ -138,10 +144,11 @@ def recipe_layout(recipe: Recipe, gpus: int, gpus_per_node: int, card: Card) -> 
     if not parallel.micro_batch_tokens:
         # As the trainer, which does not yet know whether tokens will be shared out.
         counted = replace(layout, sequence_parallel=bool(parallel.sequence_parallel))
+        rate = highest_rate(recipe)
         fitting = [
             size
             for size in MICRO_BATCHES
-            if sum(memory_parts(model, replace(counted, micro_batch_tokens=size)).values())
+            if sum(memory_parts(model, replace(counted, micro_batch_tokens=size), rate).values())
             <= card.memory_bytes
         ]
         layout = replace(layout, micro_batch_tokens=max(fitting, default=MICRO_BATCHES[0]))

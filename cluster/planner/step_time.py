@@ -10,10 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from cluster.planner.cards import Card, Network
-from configs.memory import parameters_per_rank
+from configs.memory import MASKED, parameters_per_rank
 from configs.model import ModelConfig, padded_vocab
-
-MASKED = 0.15
 
 
 @dataclass(frozen=True)
@@ -81,12 +79,14 @@ def update_time(
     network: Network,
     tokens: float,
     length: float,
+    masked: float = MASKED,
 ) -> StepTime:
-    """One update of `tokens` real tokens over all ranks, in rows of `length` real tokens."""
+    """One update of `tokens` real tokens over all ranks, a share `masked` of them masked, in rows of
+    `length` real tokens."""
     own = tokens / layout.dp
     micros = max(1, -(-int(own) // layout.micro_batch_tokens))
     micro = own / micros
-    forward, backward = _micro_parts(config, layout, card, micro, length)
+    forward, backward = _micro_parts(config, layout, card, micro, length, micro * masked)
     again = 1 if layout.activation_checkpointing else 0
     parts = {name: micros * ((1 + again) * forward[name] + backward[name]) for name in forward}
     n = parameters_per_rank(config, layout.tp)
@@ -130,9 +130,10 @@ def _data_parallel(
 
 
 def _micro_parts(
-    c: ModelConfig, layout: Layout, card: Card, t: float, length: float
+    c: ModelConfig, layout: Layout, card: Card, t: float, length: float, masked: float
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Forward and backward seconds of one micro-batch of `t` tokens, by kernel group."""
+    """Forward and backward seconds of one micro-batch of `t` tokens, `masked` of them masked, by
+    kernel group."""
     h, i, tp, layers, precision = (
         c.hidden_size,
         c.intermediate_size,
@@ -166,7 +167,6 @@ def _micro_parts(
     rows = t / (tp if layout.sequence_parallel else 1)
     norm = layers * 2 * size * rows * h / card.bandwidth
     gelu = layers * size * t * i / tp / card.bandwidth
-    masked = MASKED * t
     vocab = padded_vocab(c, tp) / tp
     head = mm(masked, vocab, h) + mm(masked, h, h) + 2 * size * masked * vocab / card.bandwidth
     head_back = mm(masked, h, vocab) + mm(vocab, h, masked) + 2 * mm(masked, h, h)

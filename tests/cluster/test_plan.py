@@ -149,6 +149,28 @@ def test_8_3b_on_512_gpus(large):
     assert evaluate(large, layout, H100, NETWORK, FILLS).fits
 
 
+def test_more_masks_cost_time_and_memory_where_they_meet_the_vocabulary(large):
+    """Of a phase its own rate counts (phases.N.mask_probability), for memory the highest."""
+
+    def planned():
+        return evaluate(large, Layout(1, 8, 1, 8192), H100, NETWORK, FILLS)
+
+    usual = planned()
+    large.phases[1].mask_probability = 0.3
+    more = planned()
+    assert more.phases[0].time == usual.phases[0].time
+    parts, before = (x.phases[1].time.parts for x in (more, usual))
+    assert {name for name in parts if parts[name] != before[name]} == {"heads"}
+    assert 1.5 < parts["heads"] / before["heads"] < 2
+    assert more.memory["logits"] == pytest.approx(31 / 16 * usual.memory["logits"])
+    assert more.memory["activations"] == usual.memory["activations"]
+    large.masking.probability, large.phases[1].mask_probability = 0.3, 0.0
+    both = planned()
+    assert both.memory == more.memory
+    assert [phase.time for phase in both.phases][1] == more.phases[1].time
+    assert both.phases[0].time.seconds > usual.phases[0].time.seconds
+
+
 def test_command_prints_its_table(repo, tmp_path):
     line = [sys.executable, "-m", "cluster", "plan", "demo", "--gpus", "4", f"work_dir={tmp_path}"]
     done = subprocess.run(line, capture_output=True, text=True, cwd=repo, check=True)

@@ -144,6 +144,10 @@ def test_memory_is_estimated_against_the_card(run, monkeypatch):
         run, *large, "parallel.micro_batch_tokens=0", "parallel.activation_checkpointing=true"
     )
     assert more.micro_batch_tokens > 2 * fits.micro_batch_tokens
+    wide = ["parallel.micro_batch_tokens=0", "model.vocab_pad_multiple=1000000"]
+    rates = ["masking.probability=0.05", "phases.1.mask_probability=0.16"]  # the highest counts
+    sizes = [plan(run, *wide, *rates[:n]).micro_batch_tokens for n in range(3)]
+    assert sizes[1] > sizes[0] > sizes[2]
     # Two GPUs that may share out tokens: refused only where that would not do either.
     large.append("parallel.tp=2")
     apart = plan(run, *large, "parallel.micro_batch_tokens=0", world=2).micro_batch_tokens
@@ -160,9 +164,10 @@ def test_the_largest_micro_batch_fits_and_the_next_does_not():
     config = resolve_model(ModelConfig(preset="bert-large"), 30522)
     parallel = ParallelConfig()
     card = 24 * 2**30
-    tokens = largest_micro_batch(config, parallel, 1, "bf16", card)
-    assert training_bytes(config, parallel, 1, "bf16", tokens) <= card
-    assert training_bytes(config, parallel, 1, "bf16", tokens + 128) > card
+    for rate in (0.15, 0.5):
+        tokens = largest_micro_batch(config, parallel, 1, "bf16", card, rate)
+        assert training_bytes(config, parallel, 1, "bf16", tokens, rate) <= card
+        assert training_bytes(config, parallel, 1, "bf16", tokens + 128, rate) > card
 
 
 def test_no_compiler_is_told_on_a_gpu(run, monkeypatch):
