@@ -212,9 +212,7 @@ class TrainConfig:
     compile: bool = True  # on GPUs, lean engine: record each shape's kernels once and replay them
     kernels: str = "auto"  # auto (fused on GPU) | plain
     shards_dir: str = ""  # read shard sets from here (a node-local copy) instead of work_dir/shards
-    threads: int = (
-        0  # torch threads a process; 0 = the CPUs it may use, shared with the other ranks here
-    )
+    threads: int = 0  # torch threads a process; 0 = its share of the CPUs that it may use
     deterministic: bool = False
 
 

@@ -310,6 +310,6 @@ def make_executor(kind: str, workers: int) -> Executor:
             "set prep.executor=mpi, or start one process",
         )
     if workers < 0:
-        raise UserError(f"prep.workers={workers} is negative", "0 takes every core")
+        raise UserError(f"prep.workers={workers} is negative", "0 takes every CPU it may use")
     count = workers or usable_cpus()
     return Processes(count) if count > 1 else Executor()
