@@ -9,8 +9,9 @@ from pathlib import Path
 
 from cluster.slurm.check_chain import check_chain
 from configs.loading import to_dict
+from configs.masking import highest_rate
 from configs.model import parameter_count, resolve_model
-from configs.schema import Profile, Recipe
+from configs.schema import MaskingConfig, Profile, Recipe
 
 # slurm/chain.json, which `submit` writes: what it reads back of it, and `status` too.
 RECORD = {"run": str, "profile": str, "command": str, "jobs": [{"name": str, "id": str}]}
@@ -131,6 +132,12 @@ def data_digest(recipe: Recipe) -> str:
     """Of the recipe's part that vocabulary and shards are made of: prepared again when it changes."""
     values = to_dict(recipe)
     part = {key: values[key] for key in ("seed", "sources", "vocab", "prep", "shards")}
+    for name, shards in recipe.shards.items():  # the usual rate is left out: digests of before hold
+        rate = highest_rate(recipe, name)
+        if not shards.mask_cap and rate != MaskingConfig.probability:
+            part[f"predictions of {name}"] = rate
+        if shards.static_masks and recipe.masking != MaskingConfig():
+            part[f"masks of {name}"] = values["masking"]
     text = json.dumps(part, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 

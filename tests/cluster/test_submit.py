@@ -263,6 +263,7 @@ def test_what_was_made_of_something_else_is_made_again(recipe, profile, tmp_path
         jobs = build_chain(load_recipe(recipe, list(overrides)), tmp_path / "recipe.yaml", site)
         return jobs, [job.name for job in submit.unfinished(tmp_path, jobs)]
 
+    first = load_recipe(recipe).phases[0].shards
     jobs, names = todo()
     assert names == [job.name for job in jobs]
     for job in jobs:
@@ -273,6 +274,15 @@ def test_what_was_made_of_something_else_is_made_again(recipe, profile, tmp_path
     assert todo("phases.1.steps=20")[1] == ["train-two", "export", "evaluate"]
     assert todo("vocab.size=999")[1] == names
     assert todo("sources=[{kind: text, path: other}]")[1] == names
+    # So are shards whose rows keep as many predictions as the masking rates need, or hold masks.
+    rate, cap = "phases.0.mask_probability=0.3", f"shards.{first}.mask_cap=40"
+    assert todo(rate)[1] == todo("masking.probability=0.3")[1] == names
+    assert todo("phases.0.mask_probability=0.1")[1] == todo("masking.kind=span")[1] == []
+    (tmp_path / "prep.done").write_text(work_key(todo(cap)[0][0]) + "\n")
+    assert todo(cap)[1] == todo(cap, rate)[1] == []
+    static = f"shards.{first}.static_masks=true"
+    (tmp_path / "prep.done").write_text(work_key(todo(static)[0][0]) + "\n")
+    assert todo(static)[1] == [] and todo(static, "masking.replace_random=0.2")[1] == names
 
 
 def test_slots_are_a_number_of_processes():
