@@ -101,9 +101,10 @@ def run_grid(
                     with refused_writes(out / "best"):
                         _save_best(trainer, kind, out / "best")
                 publish_text(done, json.dumps(result, indent=2))
-            shape = dict.fromkeys(("lr", "seconds", *task.metrics), int | float)
+            numbers = dict.fromkeys(("lr", "seconds", *task.metrics), int | float)
+            shape = {**numbers, "diverged": bool}
             result = read_json(done, "remove it, and this rate and seed are trained again", shape)
-            diverged = result.get("diverged", False)
+            diverged = result["diverged"]
             if not diverged:
                 best_seen = max(best_seen, result[task.metrics[0]])
             results.append(result)
@@ -122,7 +123,7 @@ def summarise(task: Task, results: list[dict[str, Any]]) -> dict[str, Any]:
     rows = []
     for lr in dict.fromkeys(result["lr"] for result in results):
         of_lr = [result for result in results if result["lr"] == lr]
-        diverged = sum(result.get("diverged", False) for result in of_lr)
+        diverged = sum(result["diverged"] for result in of_lr)
         row: dict[str, Any] = {"lr": lr, "seeds": len(of_lr), "diverged": diverged}
         for name in task.metrics:
             row[name], row[f"{name}_spread"] = metrics.mean_and_spread([r[name] for r in of_lr])
@@ -300,8 +301,9 @@ def _best_so_far(out: Path, metric: str) -> float:
     """The score of best/: of all rates and seeds that this folder has seen, not only of those asked for
     this time; minus infinity without one."""
     files = (out / "runs").glob("*/result.json") if (out / "best").is_dir() else ()
-    results = [read_json(file, "remove it", {metric: int | float}) for file in files]
-    good = [result[metric] for result in results if not result.get("diverged")]
+    shape = {metric: int | float, "diverged": bool}
+    results = [read_json(file, "remove it", shape) for file in files]
+    good = [result[metric] for result in results if not result["diverged"]]
     return max(good, default=-float("inf"))
 
 

@@ -84,7 +84,7 @@ def test_results_of_other_data_or_weights_are_not_mixed(tmp_path: Path, tiny_mod
     file.write_text(own)
     assert {f: f.read_bytes() for f in out.rglob("*.json")} == before
     result = next(out.glob("runs/*/result.json"))
-    for key in ("lr", "seconds", "accuracy"):
+    for key in ("lr", "seconds", "accuracy", "diverged"):
         result.write_text(json.dumps({**json.loads(before[result]), key: "high"}))
         with pytest.raises(UserError, match=f"{result} is damaged: {key} is missing or not"):
             run_grid(TASKS["classify"], QUICK, films(8), str(tiny_model), out, save_best=False)
