@@ -1,4 +1,11 @@
+import os
+
 from configs.cli import dispatch
+from configs.cpus import usable_cpus
+
+# What torch and numpy start threads by; a launcher or the user may have said another number. Ranks of
+# a training share them later (train.threads).
+os.environ.setdefault("OMP_NUM_THREADS", str(usable_cpus()))
 
 dispatch(
     "pretrain",

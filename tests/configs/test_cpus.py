@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import os
 import re
+import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -56,6 +58,19 @@ def test_workers_keep_to_the_quota(masked) -> None:
     masked(set(range(64)), 3.0)
     assert make_executor("processes", 0).workers == 3
     assert make_executor("processes", 5).workers == 5
+
+
+def test_commands_start_as_many_threads_as_the_quota_feeds(masked, monkeypatch) -> None:
+    """Those without ranks too: a container of 3 CPUs on a machine of 64 would run 64 threads."""
+    masked(set(range(64)), 3.0)
+    monkeypatch.setattr(sys, "argv", ["pretrain", "--help"])
+    for said in ("", "7"):
+        monkeypatch.setenv("OMP_NUM_THREADS", said)
+        if not said:
+            monkeypatch.delenv("OMP_NUM_THREADS")
+        with pytest.raises(SystemExit):
+            runpy.run_module("pretrain", run_name="__main__")
+        assert os.environ["OMP_NUM_THREADS"] == (said or "3")
 
 
 @pytest.mark.parametrize(
