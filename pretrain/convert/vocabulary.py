@@ -85,14 +85,26 @@ def tokenizer_size(source: Path) -> int:
 
 
 def special_names(folder: Path) -> dict[str, str]:
-    """The special tokens as tokenizer_config.json calls them, BERT's where it does not say."""
-    said = _read_config(folder)
-    named = {role: said.get(role) or token for role, token in SPECIAL.items()}
-    return {role: str(t.get("content") if isinstance(t, dict) else t) for role, t in named.items()}
+    """The special tokens as tokenizer_config.json and special_tokens_map.json call them, BERT's where
+    neither says.
+
+    Raises:
+        UserError: one of the two is damaged, or they disagree.
+    """
+    files = ("tokenizer_config.json", "special_tokens_map.json")
+    names = {}
+    for role, usual in SPECIAL.items():
+        said = [token for name in files if (token := _read(folder / name).get(role))]
+        told = [str(t.get("content") if isinstance(t, dict) else t) for t in said] or [usual]
+        if told[0] != told[-1]:
+            raise UserError(
+                f"{folder / files[1]}: {role} is {told[1]}, in {files[0]} {told[0]}", "restore it"
+            )
+        names[role] = told[0]
+    return names
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
-    file = folder / "tokenizer_config.json"
+def _read(file: Path) -> dict[str, Any]:
     return read_json(file, "restore it") if file.is_file() else {}
 
 
@@ -119,7 +131,9 @@ def write_folder(source: Path, folder: Path, lowercase: bool | None, max_length:
                 shutil.copyfile(source / name, folder / name)
     else:
         entries = read_vocab(vocab_file)
-        casing = _casing(entries, lowercase, _read_config(source) if source.is_dir() else {})
+        casing = _casing(
+            entries, lowercase, _read(source / "tokenizer_config.json") if source.is_dir() else {}
+        )
         _build(entries, casing).save(str(folder / "tokenizer.json"))
         (folder / "vocab.txt").write_text("".join(f"{e}\n" for e in entries), encoding="utf-8")
         write_config(folder, casing, max_length)

@@ -64,15 +64,6 @@ def text_in(name: str, old: str, new: str) -> Callable[[Path], None]:
     return damage
 
 
-def in_json(name: str, change: Callable[[dict], object]) -> Callable[[Path], None]:
-    def damage(folder: Path) -> None:
-        values = json.loads((folder / name).read_text())
-        change(values)
-        (folder / name).write_text(json.dumps(values))
-
-    return damage
-
-
 def vocab(change: Callable[[list[str]], list[str]]) -> Callable[[Path], None]:
     def damage(folder: Path) -> None:
         lines = (folder / "vocab.txt").read_text().splitlines()
@@ -337,25 +328,6 @@ RUNS: dict[str, tuple[Callable[[Path], None], str]] = {
         text_in("vocab/tokenizer.json", '"the": 26', '"the": 26, "more": 27'),
         "28 ids, the model has 27",
     ),
-    "tokenizer without added tokens": (
-        in_json("vocab/tokenizer.json", lambda v: v.pop("added_tokens")),
-        "tokenizer.json: no readable tokenizer",
-    ),
-    "tokenizer with steps that are none": (
-        in_json("vocab/tokenizer.json", lambda v: v.update(pre_tokenizer=[])),
-        "tokenizer.json: no readable tokenizer",
-    ),
-    "tokenizer with an id as text": (
-        in_json("vocab/tokenizer.json", lambda v: v["model"]["vocab"].update(the="26")),
-        "tokenizer.json: no readable tokenizer",
-    ),
-    **{
-        f"mask that is called {token}": (
-            in_json("vocab/tokenizer_config.json", lambda v, t=token: v.update(mask_token=t)),
-            "tokenizer.json: no ",
-        )
-        for token in (5, ["[MASK]"], {"content": None}, {"text": "[MASK]"}, "[M]")
-    },
 }
 
 

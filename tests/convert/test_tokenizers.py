@@ -14,7 +14,7 @@ from configs.schema import VocabConfig
 from data_prep import tokenizer as prep
 from pretrain.checkpoint import save_logical
 from pretrain.convert.export import export
-from pretrain.convert.vocabulary import is_cased, write_folder
+from pretrain.convert.vocabulary import SPECIAL, is_cased, write_folder
 from pretrain.model import build
 
 TEXT = "Zoë's naïve café in Łódź"
@@ -168,3 +168,36 @@ def test_a_bare_vocabulary_tells_its_casing(tmp_path: Path, real_data: Path) -> 
         tokenizer = AutoTokenizer.from_pretrained(tmp_path / name)
         assert tokenizer("Hello")["input_ids"][1:-1] == ids
         assert torch.tensor(tokenizer.mask_token_id) == 103
+
+
+EDITED: list[tuple[str, dict, str]] = [
+    ("tokenizer.json", {"added_tokens": None}, "tokenizer.json: no readable tokenizer"),
+    ("tokenizer.json", {"pre_tokenizer": []}, "tokenizer.json: no readable tokenizer"),
+    (
+        "tokenizer.json",
+        {"model": {"vocab": {"the": "26"}}},
+        "tokenizer.json: no readable tokenizer",
+    ),
+    *(
+        ("tokenizer_config.json", {"mask_token": token}, "special_tokens_map.json: mask_token is ")
+        for token in (5, ["[MASK]"], {"content": None}, {"text": "[MASK]"}, "[M]")
+    ),
+    ("special_tokens_map.json", {"mask_token": 5}, "mask_token is 5, in tokenizer_config.json "),
+    ("special_tokens_map.json", {"pad_token": {"content": "[P]"}}, r"pad_token is \[P\], in "),
+]
+
+
+@pytest.mark.parametrize("name, change, message", EDITED)
+def test_a_tokenizer_that_was_edited_is_refused(
+    tmp_path: Path, run_folder: Path, name: str, change: dict, message: str
+) -> None:
+    names = {role: f"[{role[:-6].upper()}]" for role in SPECIAL}
+    (run_folder / "vocab/special_tokens_map.json").write_text(json.dumps(names))
+    file = run_folder / "vocab" / name
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    with pytest.raises(UserError, match=message):
+        export(run_folder, tmp_path / "out")
+    file.write_text("")
+    with pytest.raises(UserError, match=name):
+        export(run_folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
