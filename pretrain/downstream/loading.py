@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 RANDOM = "random:"
 _OF_TOKENIZERS = (*TOKENIZER_FILES, "vocab.json", "merges.txt", "added_tokens.json", "*.model")
+# What transformers raises for a folder that is incomplete or damaged.
+_REFUSALS = (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError)
 _FETCH = "run `hf download {} --local-dir FOLDER` where there is a network, copy it, name FOLDER"
 
 
@@ -36,8 +38,8 @@ def load_tokenizer(model: str, max_length: int = 0) -> PreTrainedTokenizerFast:
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, use_fast=True)
         config = AutoConfig.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        why = str(error).splitlines()[0]
+    except _REFUSALS as error:
+        why = _why(error)
         raise UserError(f"{name}: no model with a tokenizer ({why})", _way_out(name, why)) from None
     if len(tokenizer) > config.vocab_size:
         raise UserError(
@@ -80,8 +82,8 @@ def load_for_task(auto_class: Any, model: str, **settings: Any) -> PreTrainedMod
         return fresh
     try:
         loaded, info = auto_class.from_pretrained(name, output_loading_info=True, **settings)
-    except (OSError, ValueError, RuntimeError) as error:
-        why = str(error).splitlines()[0]
+    except _REFUSALS as error:
+        why = _why(error)
         raise UserError(f"{name}: not loaded ({why})", _way_out(name, why)) from None
     encoder = f"{loaded.base_model_prefix}."
     if not hasattr(loaded, loaded.base_model_prefix):
@@ -106,6 +108,12 @@ def load_for_task(auto_class: Any, model: str, **settings: Any) -> PreTrainedMod
             " the task head may be new",
         )
     return loaded
+
+
+def _why(error: Exception) -> str:
+    """In a line; of a damaged file transformers may say no more than a key."""
+    plain = isinstance(error, OSError | ValueError | RuntimeError) and str(error)
+    return (plain or repr(error)).splitlines()[0]
 
 
 def _way_out(name: str, why: str) -> str:

@@ -133,3 +133,17 @@ def test_a_tokenizers_digest_hangs_on_every_file_it_is_read_from(
         digests.add(tokenizer_digest(str(model)))
     assert len(digests) == 9
     assert tokenizer_digest("owner/a") != tokenizer_digest("owner/b")
+
+
+@pytest.mark.parametrize("content", ["", "[]", "null", '"x"', "7", "[" * 9999])
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "config.json"])
+def test_a_damaged_folder_is_refused(
+    tmp_path: Path, tiny_model: Path, name: str, content: str
+) -> None:
+    model = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    (model / name).write_text(content)
+    with pytest.raises(UserError, match=f"{model}: no model with.*\n.*export it again"):
+        load_tokenizer(str(model))
+    if name == "config.json":
+        with pytest.raises(UserError, match=f"{model}: not loaded.*\n.*export it again"):
+            load_for_task(transformers.AutoModel, str(model))
