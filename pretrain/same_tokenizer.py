@@ -13,7 +13,7 @@ def vocabulary(file: Path) -> Any:
     """The entries of a tokenizer.json with their ids; raises UserError when it cannot be read."""
     try:
         return json.loads(file.read_text(encoding="utf-8"))["model"]["vocab"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{file}: no readable tokenizer ({error!r})", "restore it") from None
 
 

@@ -260,7 +260,7 @@ def read_json(file: Path) -> dict[str, Any]:
         values = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{file}: no such file", "a Hugging Face folder has one") from None
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise UserError(f"{file}: not valid JSON: {error}", "restore the file") from None
     if not isinstance(values, dict):
         raise UserError(f"{file}: holds no JSON object", "restore the file")

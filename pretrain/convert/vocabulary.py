@@ -76,7 +76,7 @@ def tokenizer_size(source: Path) -> int:
             vocab = {entry[0]: number for number, entry in enumerate(vocab)}
         ids = {**vocab, **{t["content"]: t["id"] for t in values["added_tokens"]}}
         size = int(max(ids.values())) + 1
-    except (ValueError, KeyError, TypeError, OSError) as error:
+    except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
         raise UserError(f"{file}: no readable tokenizer ({error!r})", "restore it") from None
     for token in special_names(source).values():
         if token not in ids:

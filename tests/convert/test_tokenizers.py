@@ -197,7 +197,8 @@ def test_a_tokenizer_that_was_edited_is_refused(
     file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
     with pytest.raises(UserError, match=message):
         export(run_folder, tmp_path / "out")
-    file.write_text("")
-    with pytest.raises(UserError, match=name):
-        export(run_folder, tmp_path / "out")
+    for content in ("", "[" * 9999):
+        file.write_text(content)
+        with pytest.raises(UserError, match=name):
+            export(run_folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -130,6 +130,7 @@ def test_another_tokenizer_than_the_shards_is_refused(run, base):
     plan(run)  # written another way, and the same
     for text, message in (
         ("garbage", "no readable tokenizer"),
+        ("[" * 9999, "no readable tokenizer"),
         ('{"model": {"vocab": {"[PAD]": 0, "other": 1}}}', "is not the tokenizer that .*len48"),
     ):
         ours.write_text(text)
