@@ -10,7 +10,6 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, BinaryIO, TextIO
 
 from configs.errors import UserError, refusal
@@ -99,9 +98,7 @@ def folder_beside(out: Path) -> Iterator[Path]:
         (out / LOCK).unlink(missing_ok=True)
 
 
-def read_json(
-    path: Path, remedy: str, shape: Mapping[str, Any] = MappingProxyType({})
-) -> dict[str, Any]:
+def read_json(path: Path, remedy: str, shape: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """What a small JSON file says, an object each.
 
     Args:
@@ -118,7 +115,7 @@ def read_json(
         raise UserError(f"{path} is damaged: {error}", remedy) from None
     if not isinstance(values, dict):
         raise UserError(f"{path} is damaged: it holds no JSON object", remedy)
-    if key := _misfit(values, shape):
+    if key := _misfit(values, shape or {}):
         raise UserError(f"{path} is damaged: {key}", remedy)
     return values
 
