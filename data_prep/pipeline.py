@@ -37,6 +37,7 @@ from data_prep.settings import (
     check_recipe,
     document_settings,
     mask_cap,
+    set_changes,
     set_settings,
 )
 from data_prep.shard_index import INDEX, digest, pack_bools, read_index
@@ -122,26 +123,29 @@ def _finished(plan: Plan, name: str) -> bool:
     folder = Path(plan.recipe.work_dir) / "shards" / name
     settings = set_settings(plan.recipe, name, plan.settings)
     started = folder / ".build" / "settings.json"
+    anew = f"delete {folder} to build it anew"
     if (folder / INDEX).is_file():
-        there = read_index(folder)["settings"]
+        index = read_index(folder)
+        changes = set_changes(index, settings, plan.recipe.shards[name])
     elif started.is_file():
-        there = read_json(started, f"delete {folder} to build it anew")
+        changes = difference(read_json(started, anew), settings)
     else:
         return False
-    changes = difference(there, settings)
     if changes:
         shown = "\n  ".join(changes)
         raise UserError(
             f"{folder} was built from something else:\n  {shown}",
-            f"set another work_dir or name of the set, or delete {folder} to build it anew",
+            f"set another work_dir or name of the set, or {anew}",
         )
     if not (folder / INDEX).is_file():
         return False
     try:
         open_shards(folder)
-        if read_index(folder)["held_out"]:
+        if index["held_out"]:
             open_shards(folder / HELD_OUT)
     except UserError as error:
+        if difference(index["settings"], settings):  # what would be added had another cap
+            raise UserError(error.what, anew) from None
         say(f"{error.what}: building what is missing")
         return False
     remove(folder / ".build")

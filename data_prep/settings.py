@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from configs import Recipe, UserError, say
+from configs.loading import difference
 from configs.masking import highest_rate
 from configs.objectives import OBJECTIVES, check_single
 from configs.schema import ShardsConfig, SourceConfig
@@ -82,6 +83,15 @@ def set_settings(recipe: Recipe, name: str, documents: dict[str, Any]) -> dict[s
     if shards.static_masks:
         settings["masking"] = asdict(recipe.masking)
     return settings
+
+
+def set_changes(index: dict[str, Any], now: dict[str, Any], shards: ShardsConfig) -> list[str]:
+    """How the settings that a finished set was built from differ from those it would have now. Where
+    no cap is asked for and masks are drawn in training, a higher one serves: the rows are the same."""
+    cap = index["mask_cap"]
+    if not shards.mask_cap and not shards.static_masks and cap > now["shards"]["mask_cap"]:
+        now = now | {"shards": now["shards"] | {"mask_cap": cap}}
+    return difference(index["settings"], now)
 
 
 def mask_cap(recipe: Recipe, name: str) -> int:

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from configs import UserError, load_recipe, say
-from configs.loading import difference
 from data_prep.pipeline import make_plan
-from data_prep.settings import set_settings
+from data_prep.settings import set_changes, set_settings
 from data_prep.shard_check import check_folder
 from data_prep.shard_index import INDEX, is_set, read_index, sets_below
 
@@ -66,9 +65,10 @@ def stale(recipe: Any) -> list[str]:
         folder = Path(recipe.work_dir) / "shards" / name
         if (folder / INDEX).is_file():
             try:
-                there = read_index(folder)["settings"]
+                index = read_index(folder)
             except UserError:
                 continue  # check_folder tells
-            changes = difference(there, set_settings(recipe, name, plan.settings))
+            now = set_settings(recipe, name, plan.settings)
+            changes = set_changes(index, now, recipe.shards[name])
             problems += [f"{folder}: stale: {change}" for change in changes]
     return problems

@@ -15,6 +15,7 @@ from data_prep.groups import Share, join_units
 from data_prep.settings import mask_cap
 from data_prep.shard_index import read_index
 from data_prep.shards import Rows, Shards, held_out, open_shards
+from data_prep.verify import stale
 from tests.data_prep.corpus import SPECIAL, WORDS, build, recipe_file, write_texts, write_vocab
 from tests.synthetic import open_checked
 
@@ -273,6 +274,38 @@ def test_the_cap_that_is_not_given_is_what_the_rates_of_a_set_need() -> None:
     ]
     recipe = load_recipe("demo", body)
     assert [mask_cap(recipe, name) for name in "abc"] == [39, 77, 64]
+
+
+def test_a_set_that_keeps_more_predictions_than_the_rates_need_serves(
+    tmp_path: Path, capsys
+) -> None:
+    """Its rows are the same: a rate may fall, or another phase go, without building anew."""
+    phases = "[{{shards: len64, global_batch: 8, steps: 4, mask_probability: {}}}]"
+    recipe = recipe_file(tmp_path, write_texts(tmp_path / "text", files=2))
+
+    def made(rate: float, *more: str) -> str:
+        build(recipe, f"phases={phases.format(rate)}", *more)
+        return capsys.readouterr().out
+
+    folder = Path(load_recipe(recipe).work_dir) / "shards" / "len64"
+    made(0.3)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    for rate in (0.3, 0.2, 0.0):
+        assert f"{folder} is complete" in made(rate)
+        assert stale(load_recipe(recipe, [f"phases={phases.format(rate)}"])) == []
+    for given in (
+        [0.4],
+        [0.0, "shards.len64.mask_cap=10"],
+        [0.0, "shards.len64.static_masks=true"],
+    ):
+        with pytest.raises(UserError, match="was built from something else"):
+            made(*given)
+    assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    next(folder.glob("part-*")).unlink()
+    with pytest.raises(UserError, match="part-.*\n.*delete .*len64 to build it anew"):
+        made(0.0)
+    assert "building what is missing" in made(0.3)
+    assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_static_masks_are_per_token(tmp_path: Path) -> None:
