@@ -151,7 +151,7 @@ def _check_set(recipe: Recipe, name: str) -> None:
         0 <= shards.short_seq_prob <= 1, f"{key}.short_seq_prob={shards.short_seq_prob}", "0 to 1"
     )
     _need(0 <= shards.single_prob < 1, f"{key}.single_prob={shards.single_prob}", "0 to below 1")
-    _need(0 <= cap < length, f"{key}.mask_cap={cap}", "0 = ceil(0.15 x max_length)")
+    _need(0 <= cap < length, f"{key}.mask_cap={cap}", "0 = what the masking rates need")
     if cap and cap < _needed(masking.probability, shards):
         say(
             f"warning: {key}.mask_cap={cap} masks at most {100 * cap / length:.1f}% of a row of "
