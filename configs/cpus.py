@@ -11,8 +11,10 @@ _CGROUPS, _OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def own_cpus() -> set[int]:
-    """Numbers of the CPUs in this process's affinity mask."""
-    return os.sched_getaffinity(0)
+    """Numbers of the CPUs in this process's affinity mask; all of them where there is none (macOS)."""
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
 
 
 def usable_cpus(here: Sequence[Collection[int]] = ()) -> int:

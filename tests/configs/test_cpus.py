@@ -25,6 +25,14 @@ def masked(monkeypatch: pytest.MonkeyPatch):
     return be
 
 
+def test_without_affinity_masks_all_cpus_count(monkeypatch):
+    """macOS has none: a trial on a laptop ended in an AttributeError."""
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: 6)
+    monkeypatch.setattr(cpus, "cpu_quota", lambda: math.inf)
+    assert usable_cpus() == 6
+
+
 @pytest.mark.parametrize(
     "mask, quota, here, expected",
     [
