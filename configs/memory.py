@@ -8,7 +8,6 @@ from configs.schema import ParallelConfig
 GIB = 2**30
 _CONTEXT = 1.5 * GIB  # CUDA context, communication buffers, library workspaces
 _FRAGMENTS = 1.1  # what the allocator loses
-MASKED = 0.15  # of the tokens, where nothing is said
 _SLOTS = 4  # activations in transit between tensor-parallel ranks (pretrain.parallel.peers)
 
 
@@ -52,7 +51,7 @@ def state_bytes(config: ModelConfig, parallel: ParallelConfig, dp: int, precisio
 
 
 def activation_parts_per_token(
-    config: ModelConfig, parallel: ParallelConfig, precision: str, masked: float = MASKED
+    config: ModelConfig, parallel: ParallelConfig, precision: str, masked: float
 ) -> dict[str, float]:
     """Bytes that the fused kernels keep from the forward pass for the backward pass, per token of a
     micro-batch (plain ones keep masks and copies besides).
@@ -97,7 +96,7 @@ def training_bytes(
     dp: int,
     precision: str,
     tokens: int,
-    masked: float = MASKED,
+    masked: float,
 ) -> float:
     """Everything on the card for micro-batches of `tokens` tokens, a share `masked` of them masked."""
     state = _FRAGMENTS * state_bytes(config, parallel, dp, precision)
@@ -110,7 +109,7 @@ def largest_micro_batch(
     dp: int,
     precision: str,
     card_bytes: int,
-    masked: float = MASKED,
+    masked: float,
 ) -> int:
     """Most tokens a micro-batch may have on this card, a multiple of 128 up to 65536 (0: none)."""
     left = card_bytes - _CONTEXT - _FRAGMENTS * state_bytes(config, parallel, dp, precision)

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from cluster.planner.cards import Card, Network
-from cluster.planner.step_time import Layout, StepTime, update_time
+from cluster.planner.step_time import MASKED, Layout, StepTime, update_time
 from configs import UserError
 from configs.masking import highest_rate, masking_of
-from configs.memory import MASKED, activation_parts_per_token, state_parts, training_bytes
+from configs.memory import activation_parts_per_token, state_parts, training_bytes
 from configs.model import ModelConfig, resolve_model
 from configs.schema import ParallelConfig, Recipe
 from configs.sharing import copy_engines_serve, may_share

@@ -10,8 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from cluster.planner.cards import Card, Network
-from configs.memory import MASKED, parameters_per_rank
+from configs.memory import parameters_per_rank
 from configs.model import ModelConfig, padded_vocab
+
+MASKED = 0.15  # of the tokens, where nothing is said
 
 
 @dataclass(frozen=True)

@@ -92,9 +92,10 @@ def special_names(folder: Path) -> dict[str, str]:
         UserError: one of the two is damaged, or they disagree.
     """
     files = ("tokenizer_config.json", "special_tokens_map.json")
+    sources = [_read(folder / name) for name in files]
     names = {}
     for role, usual in SPECIAL.items():
-        said = [token for name in files if (token := _read(folder / name).get(role))]
+        said = [token for source in sources if (token := source.get(role))]
         told = [str(t.get("content") if isinstance(t, dict) else t) for t in said] or [usual]
         if told[0] != told[-1]:
             raise UserError(
