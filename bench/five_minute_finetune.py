@@ -100,7 +100,7 @@ def run_jobs(
     out: Path,
     cards: list[str],
     workers: int,
-    until: float,
+    until: float = math.inf,
     quick: bool = False,
     rates: Sequence[float] = RATES,
     tasks: Sequence[str] = tuple(TASKS),
@@ -142,7 +142,8 @@ def run_jobs(
             where = str(out / name / task / f"{rate:g}-{seed}")
             future = pool.submit(fine_tune, models[name], task, rate, seed, data, where, quick)
             running[future] = job
-        done, _ = wait(running, timeout=left, return_when=FIRST_COMPLETED)
+        timeout = left if math.isfinite(left) else None
+        done, _ = wait(running, timeout=timeout, return_when=FIRST_COMPLETED)
         for future in done:
             name, task, rate, seed = running.pop(future)
             error = future.exception() or future.result()
@@ -230,7 +231,7 @@ def main() -> None:
     parser.add_argument("--out", required=True)
     parser.add_argument("--cards", default="", help="e.g. 0,1")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--until", type=float, default=1e12, help="seconds since 1970")
+    parser.add_argument("--until", type=float, default=math.inf, help="seconds since 1970")
     parser.add_argument("--rates", default=",".join(f"{rate:g}" for rate in RATES))
     parser.add_argument("--tasks", default=",".join(TASKS))
     parser.add_argument("--long", action="store_true", help=f"{', '.join(LONG)} for longer as well")

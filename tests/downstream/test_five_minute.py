@@ -221,7 +221,10 @@ def test_long_runs_are_told_apart_each_at_its_own_rate(tmp_path: Path) -> None:
     assert table["ours"]["tasks in the mean"] == ["sts-b"]
 
 
-def test_order_of_the_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("until", [[], [time.time() + 600]], ids=["no limit", "a limit"])
+def test_order_of_the_jobs(
+    until: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Seeds of the pretrained models, the others at the best rate; then long ones and random
     weights, first seeds before second ones."""
     done: list[tuple[str, str, float, int]] = []
@@ -238,7 +241,7 @@ def test_order_of_the_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             best = {"spearman": 10 * rate if seed == 1 else 1.0, "accuracy": 50.0, "lr": rate}
             (Path(where) / "results.json").write_text(json.dumps({"best": best}))
             future: Future[str] = Future()
-            future.set_result("")
+            threading.Timer(0.01, future.set_result, [""]).start()  # waited for, as a real job is
             return future
 
         def shutdown(self, *_: object, **__: object) -> None: ...
@@ -246,7 +249,7 @@ def test_order_of_the_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(tuning, "ProcessPoolExecutor", Inline)
     models = {"ours": "a", "random": "random:a"}
     tuning.run_jobs(
-        *(models, {"ours": 2, "random": 2}, "", tmp_path, [""], 1, time.time() + 60),
+        *(models, {"ours": 2, "random": 2}, "", tmp_path, [""], 1, *until),
         rates=(1e-4, 2e-4), tasks=("sts-b", "sst-2"), long=True,
     )  # fmt: skip
     order = [(m, t, s) for m, t, _, s in done]
