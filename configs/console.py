@@ -64,6 +64,12 @@ class Progress:
                 f"{self.what}: {self.n}/{self.total} {self.unit} ({share:.0f}%), {rate:.3g} {self.unit}/s, ETA {eta}{tail}"
             )
 
+    def expect(self, total: int) -> None:
+        """Counts towards another number from now on."""
+        self.total = total
+        if self._bar is not None:
+            self._bar.total = total
+
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()

@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from configs.errors import UserError
 from configs.masking import check_rate
+from configs.phases import check_shares
 from configs.ranges import check_ranges
 from configs.schema import Profile, Recipe, ShardsConfig
 
@@ -29,7 +30,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
     Raises:
         UserError: no such file, broken YAML, unknown key, wrong type; names the key and its neighbour.
-            A number out of range; a phase on rows that are not there, or cannot have its masks.
+            A number out of range; a phase on rows that are not there, or cannot have its masks,
+            or without time.
     """
     recipe = _load(Recipe, _find(path, "recipes"), overrides)
     if not recipe.work_dir:
@@ -45,6 +47,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         shards = recipe.shards[phase.shards]
         cap = shards.mask_cap or shards.max_length  # 0: follows the rates
         check_rate(position, phase, shards.max_length, cap, shards.static_masks)
+    check_shares(recipe)
     return recipe
 
 

@@ -51,6 +51,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "optimizer.trust_ratio_max": (0, _ANY),
     "phases.*.global_batch": (1, _ANY),
     "phases.*.steps": (1, _ANY),
+    "phases.*.until": (0, 0.999),
     "phases.*.mask_probability": (0, 0.999),
     "checkpoint.every": (0, _ANY),
     "checkpoint.keep": (1, _ANY),

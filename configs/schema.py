@@ -144,6 +144,9 @@ class PhaseConfig:
     shards: str = "len128"
     global_batch: int = 65536  # rows (sequences) per update, over all processes
     steps: int = 7038
+    # Share of train.max_minutes after which the phase ends, if its steps have not ended it before: a
+    # switch of rows or rates that falls alike on slow and fast cards. 0 = its steps alone.
+    until: float = 0.0
     # Share of the tokens masked in this phase, e.g. 0.3 and later 0.15 (2305.15096); 0 =
     # masking.probability, at which held-out rows are scored in every phase.
     mask_probability: float = 0.0
@@ -196,7 +199,8 @@ class TrainConfig:
         0  # stop (with a checkpoint) after this many updates of the whole run; 0 = the end
     )
     # Minutes of training, without the first updates (which compile): the schedule of every phase is
-    # stretched over all of them, and the last one's `steps` only bound its updates. 0 = no limit.
+    # stretched over all of them, and the last one's `steps` only bound its updates, as do those of
+    # a phase with `until`. 0 = no limit.
     max_minutes: float = 0.0
     # Start the MLM bias at the log frequencies of the training rows' tokens (2212.09686): otherwise
     # the first updates teach them to the hidden states, all in one direction.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import shutil
 from typing import TYPE_CHECKING
 
@@ -28,8 +27,7 @@ def check_disk(recipe: Recipe, plan: Plan) -> None:
     make_folder(plan.train_dir)
     # One more than is kept: the old one goes only after the new one is complete.
     every, keep = recipe.checkpoint.every, recipe.checkpoint.keep
-    ends = itertools.accumulate(phase.steps for phase in recipe.phases)
-    to_come = sum(end > plan.newest for end in ends) + (
+    to_come = sum(end > plan.newest for end in plan.ends) + (
         (plan.end - plan.newest) // every if every else 0
     )
     there = [step for step, _ in checkpoints(plan.train_dir) if 0 < step <= plan.newest]

@@ -15,10 +15,12 @@ from configs.loading import difference, to_dict
 from configs.masking import check_rate, highest_rate
 from configs.memory import GIB, largest_micro_batch, training_bytes
 from configs.model import ModelConfig, parameter_count
+from configs.phases import phase_ends
 from configs.schema import Recipe
 from configs.sharing import SMALLEST, copy_engines_serve, may_share
 from data_prep.shards import Shards, open_shards
 from pretrain.check_disk import check_disk
+from pretrain.check_layout import check_layout
 from pretrain.check_model import check_model
 from pretrain.check_shards import check_built
 from pretrain.checkpoint.folder import (
@@ -33,7 +35,6 @@ from pretrain.checkpoint.folder import (
 from pretrain.data.packing import round_up
 from pretrain.guard import StopSignals
 from pretrain.objectives.masking import check_masking
-from pretrain.optim.choice import check_implementation
 from pretrain.optim.schedule import check_schedule
 from pretrain.same_tokenizer import check_origin_tokenizer, check_run_tokenizer
 
@@ -51,11 +52,10 @@ class Plan:
     local_rank: int
     device: str  # cpu | cuda
     shards: dict[str, Shards]
-    total: int  # updates of all phases
-    end: int  # of this start (train.stop_at)
     micro_batch_tokens: int
     newest: int = 0  # step of the newest checkpoint, 0 without one
     spent_s: float = 0.0  # of train.max_minutes, up to it
+    phase_ends: list[int] = field(default_factory=list)  # of the phases before the current one
     warnings: list[str] = field(default_factory=list)
 
     @property
@@ -69,6 +69,26 @@ class Plan:
     @property
     def train_dir(self) -> Path:
         return Path(self.recipe.work_dir) / "train"
+
+    @property
+    def ends(self) -> list[int]:
+        """Updates of the whole run at which each phase has ended, or will unless time ends it."""
+        return phase_ends(self.recipe.phases, self.phase_ends)
+
+    @property
+    def total(self) -> int:
+        """Updates of all phases."""
+        return self.ends[-1]
+
+    @property
+    def end(self) -> int:
+        """Of this start (train.stop_at)."""
+        return min(self.recipe.train.stop_at or self.total, self.total)
+
+    def goes_on_from(self, state: Mapping[str, Any]) -> None:
+        """state: of a checkpoint. One of before `until` does not tell ends: they are those by steps."""
+        self.spent_s = state.get("agreed_s", state.get("spent_s", 0.0))
+        self.phase_ends = list(state.get("phase_ends", []))[: len(self.recipe.phases) - 1]
 
     @property
     def finished(self) -> bool:
@@ -87,7 +107,7 @@ def check(recipe: Recipe, env: Mapping[str, str]) -> Plan:
     """
     world, rank = int(env["WORLD_SIZE"]), int(env["RANK"])
     _check_keys(recipe)
-    _check_layout(recipe, world)
+    check_layout(recipe, world)
     cards = _cards()
     device = "cuda" if cards else "cpu"
     if device == "cpu" and recipe.train.precision in ("fp16", "fp8"):
@@ -114,12 +134,9 @@ def check(recipe: Recipe, env: Mapping[str, str]) -> Plan:
         int(env["LOCAL_RANK"]),
         device,
         shards,
-        total=sum(phase.steps for phase in recipe.phases),
-        end=0,
         micro_batch_tokens=0,
         warnings=notes + odd,
     )
-    plan.end = min(recipe.train.stop_at or plan.total, plan.total)
     _check_batches(recipe, plan)
     _check_checkpoint(recipe, plan)
     if plan.finished:
@@ -158,39 +175,6 @@ def _check_keys(recipe: Recipe) -> None:
         check_schedule(phase.schedule, phase.steps, f"phases.{number}.schedule")
     check_masking(recipe.masking)
     StopSignals(recipe.guard.save_signals)
-
-
-def _check_layout(recipe: Recipe, world: int) -> None:
-    tp, stage, parallel = recipe.parallel.tp, recipe.parallel.zero_stage, recipe.parallel
-    if tp < 1 or world % tp:
-        raise UserError(
-            f"parallel.tp={tp} does not divide the {world} processes of this job",
-            f"start a multiple of {max(tp, 1)} processes, or choose another tp",
-        )
-    if stage not in (0, 1, 2):
-        why = "would cut tensors that LAMB's trust ratios need" if stage == 3 else "is not a stage"
-        raise UserError(f"parallel.zero_stage={stage} {why}", "use 0, 1 or 2")
-    if parallel.engine == "lean" and stage == 2 and world > tp:
-        raise UserError(
-            "parallel.engine=lean has no zero_stage=2", "use zero_stage=1, or engine=deepspeed"
-        )
-    if parallel.engine == "deepspeed" and stage == 0:
-        raise UserError(
-            "parallel.engine=deepspeed with zero_stage=0 would accumulate in low precision",
-            "use zero_stage=1 or 2, or engine=lean",
-        )
-    if parallel.sequence_parallel and tp == 1:
-        raise UserError(
-            "parallel.sequence_parallel=true has no meaning with parallel.tp=1",
-            "set tp above 1 or sequence_parallel=false",
-        )
-    if parallel.sequence_parallel and SMALLEST % tp:
-        raise UserError(
-            f"parallel.sequence_parallel=true cannot share out tokens evenly over parallel.tp={tp}",
-            f"choose a tp that divides {SMALLEST}, or sequence_parallel=false",
-        )
-    if recipe.optimizer.implementation != "lambert":
-        check_implementation(recipe, world)
 
 
 def _open_all(recipe: Recipe) -> dict[str, Shards]:
@@ -271,7 +255,7 @@ def _check_checkpoint(recipe: Recipe, plan: Plan) -> None:
         )
     if "state" not in meta and not absent:
         raise UserError(f"{folder} has no optimiser and schedule state", "resume from an older one")
-    plan.spent_s = meta.get("state", {}).get("spent_s", 0.0)
+    plan.goes_on_from(meta.get("state", {}))
     if "recipe" in meta:
         changed = difference(
             _decides(meta["recipe"], meta["model"]), _decides(to_dict(recipe), to_dict(plan.model))
@@ -282,8 +266,9 @@ def _check_checkpoint(recipe: Recipe, plan: Plan) -> None:
 def _decides(recipe: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:
     """What of a recipe the losses hang on, beside the shards and the layout."""
     kept = {key: recipe.get(key) for key in ("seed", "masking", "optimizer", "phases")}
-    # A checkpoint of before that key was trained at masking.probability.
-    kept["phases"] = [{"mask_probability": 0.0, **phase} for phase in kept["phases"] or []]
+    # A checkpoint of before those keys was trained at masking.probability, by steps.
+    new = {"mask_probability": 0.0, "until": 0.0}
+    kept["phases"] = [{**new, **phase} for phase in kept["phases"] or []]
     return {**kept, "model": model, "train.precision": recipe.get("train", {}).get("precision")}
 
 

@@ -127,6 +127,7 @@ def _assemble(plan: Plan, device: torch.device, watchdog: Watchdog) -> Run:
     # Whatever may be refused comes before a new start sets the earlier checkpoints aside.
     evaluator, probe = _evaluator(plan, groups, device), _probe(plan, groups, engine)
     step, state = _resume(plan, engine)
+    plan.goes_on_from(state)
     token = _same_everywhere(secrets.token_hex(4))
     telemetry = Telemetry(
         plan.train_dir,

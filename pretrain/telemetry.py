@@ -82,6 +82,12 @@ class Telemetry:
     def _zero() -> dict[str, float]:
         return dict.fromkeys(("seconds", "data_wait_s", "tokens", "rows", "flops", "computed"), 0.0)
 
+    def expect(self, total: int) -> None:
+        """The whole run has another number of updates than it had."""
+        self.total = total
+        if self.enabled:
+            self._progress.expect(total)
+
     def wants(self, step: int) -> bool:
         """Whether update `step` (from 1) is logged: only then its losses need to reach the host."""
         return step % self.every == 0 or step in (1, self.total)

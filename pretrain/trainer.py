@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -65,6 +66,7 @@ def _out_of_memory(plan: Plan, error: BaseException) -> UserError:
 def batches_of(run: Run, index: int, steps: int) -> Batches:
     """The first `steps` updates of phase `index` (from 0) for this rank."""
     plan, recipe = run.plan, run.plan.recipe
+    made = [end - begin for begin, end in pairwise([0, *plan.ends])]  # updates of each phase
     phase = recipe.phases[index]
     return Batches(
         plan.shards[phase.shards],
@@ -77,8 +79,8 @@ def batches_of(run: Run, index: int, steps: int) -> Batches:
         plan.micro_batch_tokens,
         run.device,
         first_row=sum(
-            before.steps * before.global_batch
-            for before in recipe.phases[:index]
+            made[number] * before.global_batch
+            for number, before in enumerate(recipe.phases[:index])
             if before.shards == phase.shards
         ),
     )
@@ -96,20 +98,21 @@ class Trainer:
         self.budget = TimeBudget(
             self.recipe.train.max_minutes,
             run.state.get("spent_s", 0.0),
+            self.plan.spent_s,
         )
         self.agreement = Agreement(run, self.guard, self.budget, stop)
         self.saved = run.step if run.state else -1
 
     def run_all(self) -> int:
         """All phases; 0 at the end, PREEMPTED_EXIT after a signal."""
-        run, end = self.run, self.plan.end
+        run, plan = self.run, self.plan
         if run.step == 0:
             self.evaluate()
-        first = 0
-        for index, phase in enumerate(self.recipe.phases):
-            if run.step < first + phase.steps and run.step < end and not self.agreement.stopping:
-                self.run_phase(index, phase, first, min(end, first + phase.steps))
-            first += phase.steps
+        for index in range(len(plan.phase_ends), len(self.recipe.phases)):
+            self.run_phase(index)
+            if run.step >= plan.end or self.agreement.stopping or self.budget.over:
+                break
+            self.leave_phase(index)
         if self.saved != run.step:
             self.save()
         if self.agreement.stopping:
@@ -117,14 +120,17 @@ class Trainer:
             return PREEMPTED_EXIT
         return 0
 
-    def run_phase(self, index: int, phase: PhaseConfig, first: int, end: int) -> None:
-        """Updates of one phase; first: updates of the phases before it."""
-        run = self.run
+    def run_phase(self, index: int) -> None:
+        """The updates of one phase that are still to be made, which may be none."""
+        run, phase = self.run, self.recipe.phases[index]
+        first, end = [0, *self.plan.ends][index], min(self.plan.end, self.plan.ends[index])
+        if run.step >= end or self.ends_early(phase):
+            return
         batches = batches_of(run, index, end - first)
         if batches.warning:
             run.say(batches.warning)
         shapes: set[int] = set()
-        while run.step < end and not self.agreement.stopping and not self.budget.over:
+        while run.step < end and not self.ends_early(phase):
             start, number = time.monotonic(), run.step - first
             run.watchdog.beat("data")
             batch = batches.update(number)
@@ -134,8 +140,25 @@ class Trainer:
                 self.update(batch, lr, start, batches)
             shapes.add(size)
             run.watchdog.running()
-            self.after_update(end)
-        batches.close()
+            self.after_update(run.step == end or self.ends_early(phase))
+        batches.close()  # also of what it has read ahead
+
+    def ends_early(self, phase: PhaseConfig) -> bool:
+        """Before its steps: told to stop, or by the time. The same on all ranks."""
+        return self.agreement.stopping or self.budget.over or self.budget.reached(phase.until)
+
+    def leave_phase(self, index: int) -> None:
+        """Notes where a phase has ended, the next one begins there. A checkpoint of this update was
+        made before: it tells steps and time, by which the phase ends again, unless a new start
+        gives it more of either."""
+        run, plan = self.run, self.plan
+        phase, planned = self.recipe.phases[index], plan.ends[index]
+        plan.phase_ends.append(min(run.step, planned))
+        if run.step < planned:
+            run.telemetry.expect(plan.end)
+            text = f"phase {phase.name} ends by time: until={phase.until:g}"
+            run.telemetry.event(run.step, text)
+            run.say(f"{text}, after {run.step} updates")
 
     def update(self, batch: GlobalBatch, lr: float, start: float, batches: Batches) -> None:
         """One optimiser update over a global batch, the last one that `batches` gave."""
@@ -167,14 +190,14 @@ class Trainer:
             out.update({f"trust_ratio_{name}": v for name, v in zip(QUANTILES, values)})
         return out
 
-    def after_update(self, phase_end: int) -> None:
-        """What is due: an evaluation, a checkpoint."""
+    def after_update(self, ended: bool) -> None:
+        """What is due: an evaluation, a checkpoint. ended: the phase, or this start within it."""
         run, recipe = self.run, self.recipe
         every, last = recipe.train.eval_every, run.step >= self.plan.end or self.budget.over
         if last or (every and run.step % every == 0):
             self.evaluate()
         due = recipe.checkpoint.every and run.step % recipe.checkpoint.every == 0
-        if due or run.step == phase_end or self.agreement.stopping or self.budget.over:
+        if due or ended:
             self.save()
 
     def save(self) -> None:
@@ -215,6 +238,8 @@ class Trainer:
                 **run.engine.state(),
                 "guard": self.guard.state(),
                 "spent_s": self.budget.clock,
+                "agreed_s": self.budget.spent,
+                "phase_ends": list(self.plan.phase_ends),  # written later, in a thread
             },
         }
 

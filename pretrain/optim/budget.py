@@ -3,8 +3,9 @@
 The learning rate follows the share of the time that is spent, so that it reaches its end when the
 time does, on any card (24hBERT, 2104.07705; Cramming, 2212.14034). The clock starts after the first
 FREE_UPDATES of a process, which compile. It counts training only, not evaluation nor saving.
-With several phases each but the last ends after its updates, and the schedule of each is stretched
-over all the minutes: equal schedules are one curve that the phases share.
+With several phases each but the last ends after its updates or at its share of the minutes (`until`),
+whichever is first, and the schedule of each is stretched over all the minutes: equal schedules are
+one curve that the phases share.
 """
 
 from __future__ import annotations
@@ -17,15 +18,16 @@ class TimeBudget:
     """Seconds of training, spent and left. With `minutes` 0 there is no limit.
 
     Args:
-        spent: by earlier starts of the run, from its checkpoint.
+        clock, spent: by earlier starts of the run, from its checkpoint; spent: None = as the clock.
 
     `clock` is this process's own count; `spent` is what all processes go by, which must be the
-    same on all of them: the trainer sets it to rank 0's clock in each update.
+    same on all of them: the trainer sets it to rank 0's clock in each update, as it stood before.
     """
 
-    def __init__(self, minutes: float, spent: float = 0.0) -> None:
+    def __init__(self, minutes: float, clock: float = 0.0, spent: float | None = None) -> None:
         self.seconds = 60 * minutes
-        self.clock = self.spent = spent
+        self.clock = clock
+        self.spent = clock if spent is None else spent
         self._updates = 0
 
     def add(self, seconds: float) -> bool:
@@ -43,6 +45,10 @@ class TimeBudget:
             return update
         return 1 + min(1.0, self.spent / self.seconds) * (steps - 1)
 
+    def reached(self, share: float) -> bool:
+        """Is so much of the time spent? Never without a limit, nor for a share of 0 (none is set)."""
+        return self.seconds > 0 and share > 0 and self.spent >= share * self.seconds
+
     @property
     def over(self) -> bool:
-        return self.seconds > 0 and self.spent >= self.seconds
+        return self.reached(1.0)

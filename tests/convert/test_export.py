@@ -371,9 +371,13 @@ def test_card_tells_data_recipe_scores_and_commit(tmp_path: Path) -> None:
     )
     card = model_card(config, {"step": 5, "recipe": recipe, "format": 1}, scores, "abc123")
     rate = "peak rate 0.006, 0.3 of the tokens masked"
-    for part in ("novels", "4.2500", "4.5000", "64 rows", rate, "abc123", "- en"):
+    for part in ("novels", "4.2500", "4.5000", "p1: 5 updates of 64 rows", rate, "abc123", "- en"):
         assert part in card
     assert "1.0000" not in card, "a score from after this checkpoint"
+    recipe["phases"] = [{**recipe["phases"][0], "name": f"p{n}"} for n in (1, 2, 3)]
+    meta = {"step": 5, "recipe": recipe, "state": {"phase_ends": [3]}}
+    card = model_card(config, meta, scores, "abc123")
+    assert all(f"p{n}: {made} of 5 updates of" in card for n, made in ((1, 3), (2, 2), (3, 0)))
 
 
 def test_command_says_what_is_wrong_and_exits_with_2(tmp_path: Path, repo: Path) -> None:

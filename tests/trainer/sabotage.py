@@ -8,6 +8,8 @@ It is kind:number[:rank], for this process if its RANK is `rank` (default: any):
     read:7      the thread that reads rows, or (pass:7) a forward pass, is stuck in update 7
     weights:7   update 7 leaves a weight that is NaN
     card:128    no accident, but a card for micro-batches of so many tokens
+    clock:1     no accident, but an update takes so many seconds of train.max_minutes, the first ones
+                too; on other ranks than 0 it takes more
     peers:0     no accident, but GPUs: tensor-parallel ranks write into each other's memory, and
                 passes of one shape use the same slots each time, as recorded ones do
 fp16 runs on the CPU here, as if a GPU had been found.
@@ -32,6 +34,7 @@ def arm(what: str) -> None:
     import pretrain.checks as checks
     import pretrain.micro as micro
     from pretrain.data.batches import Batches
+    from pretrain.optim.budget import TimeBudget
     from pretrain.trainer import Trainer
 
     kind, numbers, *rank = what.split(":")
@@ -41,6 +44,14 @@ def arm(what: str) -> None:
     begin, end = int(first), int(last) if last else (10**9 if kind == "nan" else int(first))
     if kind == "card":
         checks.CPU_MICRO_BATCH = begin
+        return
+
+    def tick(self: TimeBudget, seconds: float) -> bool:
+        self.clock += begin * (1 + int(os.environ.get("RANK", "0")))
+        return False
+
+    if kind == "clock":
+        TimeBudget.add = tick  # type: ignore[method-assign]
         return
     update, write, call = Trainer.update, writer.write_boxes, micro.Micro.__call__
     build = Batches._build

@@ -62,14 +62,16 @@ def test_changes_of_the_recipe_are_told(run):
     assert not plan(run, "parallel.micro_batch_tokens=128", "checkpoint.keep=1").warnings
 
 
-def test_a_checkpoint_of_before_rates_of_phases_was_trained_without(run):
+def test_a_checkpoint_of_before_keys_of_phases_was_trained_without(run):
     recipe = checks.to_dict(plan(run).recipe)
     for phase in recipe["phases"]:
-        del phase["mask_probability"]
+        del phase["mask_probability"], phase["until"]
     checkpoint(run, recipe=recipe)
     assert not plan(run).warnings
     (warning,) = plan(run, "phases.0.mask_probability=0.1").warnings
     assert warning.endswith(": phases.0.mask_probability: 0.0 there, 0.1 now")
+    (warning,) = plan(run, "phases.0.until=0.5", "train.max_minutes=1").warnings
+    assert warning.endswith(": phases.0.until: 0.0 there, 0.5 now")
 
 
 def test_missing_moments_and_missing_schedule_state_stop_the_run(run):

@@ -1,0 +1,48 @@
+"""Where phases end: after their steps, or before, at a share of the time (phases.N.until)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from configs.errors import UserError
+from configs.schema import PhaseConfig, Recipe
+
+
+def phase_ends(phases: Sequence[PhaseConfig], ended: Sequence[int] = ()) -> list[int]:
+    """Updates of the whole run at which each phase ends. ended: where the first ones did; those
+    behind them end after their steps, or earlier."""
+    ends = list(ended)
+    for phase in phases[len(ends) :]:
+        ends.append((ends[-1] if ends else 0) + phase.steps)
+    return ends
+
+
+def check_shares(recipe: Recipe) -> None:
+    """The shares of the time must be of a time, and leave some to each phase.
+
+    Raises:
+        UserError: there is no limit of time, the last phase has a share, or one is not above an
+            earlier one.
+    """
+    before, where = 0.0, ""
+    for number, phase in enumerate(recipe.phases):
+        if not phase.until:
+            continue
+        key = f"phases.{number}.until"
+        what = f"{key}={phase.until:g}"
+        if not recipe.train.max_minutes:
+            raise UserError(
+                f"{what} is a share of train.max_minutes, which is 0",
+                f"set train.max_minutes, or {key}=0: the phase ends after its steps",
+            )
+        if number == len(recipe.phases) - 1:
+            raise UserError(
+                f"{what}, and the last phase ends when the time does",
+                f"set {key}=0, and train.max_minutes to the time that the training has",
+            )
+        if phase.until <= before:
+            raise UserError(
+                f"{what} is not above {where}={before:g}: the phase would have no time",
+                "let the shares rise from phase to phase: each counts from the training's start",
+            )
+        before, where = phase.until, key
