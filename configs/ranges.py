@@ -64,6 +64,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "guard.hang_timeout_s": (0, _ANY),
     "train.stop_at": (0, _ANY),
     "train.max_minutes": (0, _ANY),
+    "train.nsp_weight": (1e-9, _ANY),  # without pairs: model.nsp_head=false
     "train.eval_every": (0, _ANY),
     "train.eval_rows": (0, _ANY),
     "train.probe_pairs": (0, _ANY),

@@ -64,7 +64,7 @@ class Agreement:
 
         nsp_loss and nsp_accuracy are of rows that have a label, and are left out without any, or
         without a head. In the loss their sum counts over all rows, so that single segments among
-        pairs lower its weight.
+        pairs lower its weight; train.nsp_weight multiplies it.
         """
         if self.copied:
             self.copied.synchronize()
@@ -72,7 +72,7 @@ class Agreement:
         mlm, nsp, mlm_right, nsp_right, told, self.budget.spent, labelled, norm = self.host.tolist()
         self.stopping = told > 0
         self.values = {
-            "loss": mlm / masked + nsp / rows,
+            "loss": mlm / masked + run.plan.recipe.train.nsp_weight * nsp / rows,
             "mlm_loss": mlm / masked,
             "mlm_accuracy": mlm_right / masked,
             "grad_norm": norm,

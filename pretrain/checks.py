@@ -269,7 +269,9 @@ def _decides(recipe: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:
     # A checkpoint of before those keys was trained at masking.probability, by steps.
     new = {"mask_probability": 0.0, "until": 0.0}
     kept["phases"] = [{**new, **phase} for phase in kept["phases"] or []]
-    return {**kept, "model": model, "train.precision": recipe.get("train", {}).get("precision")}
+    train = {"nsp_weight": 1.0, **(recipe.get("train") or {})}
+    of_train = {f"train.{key}": train.get(key) for key in ("precision", "nsp_weight")}
+    return {**kept, "model": model, **of_train}
 
 
 def _check_meta(meta: Mapping[str, Any], plan: Plan, where: str) -> None:

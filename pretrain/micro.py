@@ -20,15 +20,19 @@ class Micro:
     """Adds a micro-batch's gradient to the engine's. Calling it returns the loss sums, fp32 [4]:
     mlm loss, nsp loss, mlm correct, nsp correct (see LossSums)."""
 
-    def __init__(self, model: Any, engine: Any) -> None:
-        self.model, self.engine = model, engine
+    def __init__(self, model: Any, engine: Any, nsp_weight: float = 1.0) -> None:
+        self.model, self.engine, self.nsp_weight = model, engine, nsp_weight
 
     def __call__(self, micro: MicroBatch, batch: GlobalBatch, last: bool) -> Tensor:
         """last: no more follow in this update."""
-        shares = micro.masked_weights.new_tensor([1 / batch.masked_total, 1 / batch.rows_total])
+        shares = micro.masked_weights.new_tensor(self.shares(batch))
         sums = self.model(micro)
         self.engine.backward(_loss(sums, shares), last)
         return torch.stack([x.detach().float() for x in sums])
+
+    def shares(self, batch: GlobalBatch) -> tuple[float, float]:
+        """What a masked token's loss, and a row's next-sentence loss, count in the update's."""
+        return 1 / batch.masked_total, self.nsp_weight / batch.rows_total
 
     def close(self) -> None:
         """Before the process groups go, whatever ended the run: nothing to let go of."""
@@ -43,8 +47,8 @@ class RecordedMicro(Micro):
     tensor parallelism and the reduction of gradients that the last micro-batch overlaps; where it
     has one, a shape's last micro-batch has a graph of its own."""
 
-    def __init__(self, model: Any, engine: Any) -> None:
-        super().__init__(model, engine)
+    def __init__(self, model: Any, engine: Any, nsp_weight: float = 1.0) -> None:
+        super().__init__(model, engine, nsp_weight)
         self.graphs: dict[tuple[int, ...], _Recording] = {}
         self.pool: Any = None
         self.max_length = 0
@@ -62,7 +66,7 @@ class RecordedMicro(Micro):
         if key not in self.graphs:
             self.graphs[key] = _Recording(self.model, self.engine, micro, self.pool, reduces)
         scale = self.engine.loss_scale
-        return self.graphs[key].run(micro, scale / batch.masked_total, scale / batch.rows_total)
+        return self.graphs[key].run(micro, *(scale * share for share in self.shares(batch)))
 
     def close(self) -> None:
         """Frees the graphs: a communicator waits for ever for those that recorded it. Does not wait

@@ -144,7 +144,7 @@ def _assemble(plan: Plan, device: torch.device, watchdog: Watchdog) -> Run:
         groups,
         device,
         engine,
-        RecordedMicro(model, engine) if recorded else Micro(model, engine),
+        (RecordedMicro if recorded else Micro)(model, engine, recipe.train.nsp_weight),
         Writer(plan.train_dir, groups, recipe.checkpoint.keep, token),
         watchdog,
         telemetry,

@@ -103,8 +103,8 @@ class Telemetry:
         """One finished update, every one in turn, from 1.
 
         Args:
-            values: loss (= mlm_loss + nsp_loss x share of the rows that are pairs), mlm_loss,
-                nsp_loss, mlm_accuracy, nsp_accuracy, lr, grad_norm,
+            values: loss (= mlm_loss + train.nsp_weight x nsp_loss x share of the rows that are
+                pairs), mlm_loss, nsp_loss, mlm_accuracy, nsp_accuracy, lr, grad_norm,
                 trust_ratio_min/10/50/90/max, loss_scale, ...; may be {} where `wants` says no.
             seconds: of the whole update, data wait included. Derived rates are added here.
             data_wait_s: of them, spent waiting for rows; a GPU may have been at work meanwhile.

@@ -44,6 +44,22 @@ def test_the_loss_is_that_of_pairs_at_their_share_of_the_rows(whole: Path) -> No
     assert ones == pytest.approx(round(ones), abs=1e-3)
 
 
+def test_the_weight_of_the_label_is_in_loss_and_gradient(whole: Path, tmp_path: Path) -> None:
+    """The squared norm of the first gradient is quadratic in the weight, the loss linear."""
+    squares, sums = {1.0: losses(whole, "grad_norm")[1] ** 2}, {1.0: losses(whole, "loss")[1]}
+    for weight in (0.5, 4.0, 9.0):
+        run = fresh(whole, tmp_path / f"run-{weight}")
+        asked = (f"train.nsp_weight={weight}", "train.stop_at=1")
+        assert train(run, *SETTINGS, *asked) == [0], output(run)
+        squares[weight], sums[weight] = losses(run, "grad_norm")[1] ** 2, losses(run, "loss")[1]
+        assert losses(run, "nsp_loss")[1] == losses(whole, "nsp_loss")[1]
+    for values, degree in ((squares, 2), (sums, 1)):
+        known = sorted(values)[: degree + 1]
+        curve = np.polyfit(known, [values[w] for w in known], degree)
+        assert values[9.0] == pytest.approx(float(np.polyval(curve, 9.0)), rel=1e-3)
+    assert squares[9.0] > 1.1 * squares[1.0]
+
+
 def test_a_kill_changes_nothing(whole: Path, tmp_path: Path) -> None:
     run = fresh(whole, tmp_path / "run")
     every = (*SETTINGS, "checkpoint.every=2")
