@@ -4,7 +4,7 @@
 
 prepare   vocabulary and shards from $LAMBERT_DATA (books, encyclopedia: ../shared/data)
 tries     the short runs of both sides (left out by default: the recipe and FINALS came of them)
-finals    the full time, then held-out loss and BLiMP
+finals    the full time, then held-out loss and BLiMP; with --runs of the runs named there
 finetune  the downstream sets: ours, the rival, and ours drawn at random (a side goes on with it as
           soon as its finals are scored)
 report    WORK/report.md
@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.five_minute_report import write_report
-from bench.five_minute_runs import FINALS, REPO, SIDES, TRIES, Workplace, run_all
+from bench.five_minute_runs import REPO, Workplace, run_all
+from bench.five_minute_tries import FINALS, SIDES, TRIES, named
 from configs import UserError, say
 from configs.cli import run_cli
 
@@ -38,6 +39,7 @@ def main() -> None:
     unknown = [stage for stage in stages if stage not in STAGES]
     if unknown:
         raise UserError(f"--stages {unknown[0]} is not known", f"known: {', '.join(STAGES)}")
+    finals = named(options.runs.split(",")) if options.runs else FINALS
     data = Path(os.environ.get("LAMBERT_DATA", REPO.parent / "shared" / "data")).resolve()
     if not (data / "books").is_dir():
         raise UserError(
@@ -63,6 +65,10 @@ def main() -> None:
         if "finetune" in stages:
             fine_tune(place, side, best, data, options)
 
+    def again(side: str) -> None:
+        if side in finals:
+            then(side, _json(place.work / f"best-{side}.json"))
+
     for stage in (s for s in stages if s != "finetune" or "finals" not in stages):
         say(f"--- {stage}")
         if stage == "prepare":
@@ -72,10 +78,10 @@ def main() -> None:
             run_all(place, stage, tries, options.try_minutes, blimp, 0.02, options.rows)
         elif stage == "finals":
             run_all(
-                place, stage, FINALS, options.minutes, blimp, options.sample, options.rows, then
+                place, stage, finals, options.minutes, blimp, options.sample, options.rows, then
             )
         elif stage == "finetune":
-            place.both(lambda side: then(side, _json(place.work / f"best-{side}.json")))
+            place.both(again)
         else:
             say(write_report(place.work))
 
@@ -120,6 +126,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("overrides", nargs="*", metavar="key=value", help="of the recipe, for every run of ours")
+    add(
+        "--runs",
+        default="",
+        help="names of bench/five_minute_tries.py, with commas; default: FINALS",
+    )
     add("--work", default="runs/five-minute")
     add("--stages", default="prepare,finals,finetune,report")
     add("--cards", default="", help="GPU numbers, e.g. 0,1; default: all")

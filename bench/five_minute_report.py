@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from bench.five_minute_finetune import LONG, LONG_EPOCHS, TASKS, collect
-from bench.five_minute_runs import SIDES
+from bench.five_minute_tries import SIDES
 from configs.files import read_json
 from configs.log import read_log
+from configs.phases import updates_made
 from pretrain.checkpoint.folder import checkpoints, read_meta
 from pretrain.optim.budget import CLOCK_STARTS, FREE_UPDATES
 
@@ -100,12 +101,10 @@ def describe(work: Path, name: str) -> dict[str, str]:
     model, seconds = checkpoint["model"], checkpoint["state"]["spent_s"]
     before = next(r["time"] for r in records if r["kind"] == "eval" and r["step"] == 0)
     free = next((r["time"] for r in records if r.get("text") == CLOCK_STARTS), before)
-    updates, trained, before_phase = checkpoint["step"], 0.0, 0
-    for phase in recipe["phases"]:
-        index = _json(work / "shards" / phase["shards"] / "index.json")
-        of_phase = min(phase["steps"], updates - before_phase)
-        trained += of_phase * phase["global_batch"] * index["tokens"] / index["rows"]
-        before_phase += of_phase
+    updates, trained = checkpoint["step"], 0.0
+    for phase, made in zip(recipe["phases"], updates_made(checkpoint)):
+        index = _json(work / name / "shards" / phase["shards"] / "index.json")
+        trained += made * phase["global_batch"] * index["tokens"] / index["rows"]
     timed = 1 - min(1.0, FREE_UPDATES / updates)
     usual = recipe["masking"]["probability"]
     rates = [f"{p.get('mask_probability') or usual:g}" for p in recipe["phases"]]

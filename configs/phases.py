@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from configs.errors import UserError
 from configs.schema import PhaseConfig, Recipe
@@ -15,6 +16,16 @@ def phase_ends(phases: Sequence[PhaseConfig], ended: Sequence[int] = ()) -> list
     for phase in phases[len(ends) :]:
         ends.append((ends[-1] if ends else 0) + phase.steps)
     return ends
+
+
+def updates_made(meta: Mapping[str, Any]) -> list[int]:
+    """In each phase, up to the checkpoint that has this meta.json."""
+    ended, out, begin = (meta.get("state") or {}).get("phase_ends", []), [], 0
+    for number, phase in enumerate((meta.get("recipe") or {}).get("phases", [])):
+        end = ended[number] if number < len(ended) else begin + phase.get("steps", 0)
+        out.append(max(0, min(meta.get("step", 0), end) - begin))
+        begin = end
+    return out
 
 
 def check_shares(recipe: Recipe) -> None:

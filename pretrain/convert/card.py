@@ -9,6 +9,7 @@ from typing import Any
 
 from configs.log import read_log
 from configs.model import ModelConfig, parameter_count
+from configs.phases import updates_made
 
 
 def commit() -> str:
@@ -31,18 +32,6 @@ def last_scores(log: Path, step: int) -> dict[str, dict[str, Any]]:
     """The last "train" and "eval" line of log.jsonl up to `step`; {} where there is no log."""
     upto = [record for record in read_log(log) if record["step"] <= step]
     return {r["kind"]: r for r in upto if r.get("kind") in ("train", "eval")}
-
-
-def _updates(meta: Mapping[str, Any]) -> list[str]:
-    """Of each phase up to this checkpoint: its steps, or how many of them were made."""
-    ended, out, begin = (meta.get("state") or {}).get("phase_ends", []), [], 0
-    for number, phase in enumerate((meta.get("recipe") or {}).get("phases", [])):
-        steps, step = phase.get("steps", 0), meta.get("step", 0)
-        end = ended[number] if number < len(ended) else begin + steps
-        made = max(0, min(step, end) - begin)
-        out.append(f"{steps}" if made == steps else f"{made} of {steps}")
-        begin = end
-    return out
 
 
 def model_card(
@@ -86,10 +75,11 @@ def model_card(
     if not recipe.get("sources"):
         lines.append("Not recorded: the weights were imported from another layout.")
     lines += ["", "## Training", "", f"Update {meta.get('step', 0)}."]
-    for phase, made in zip(recipe.get("phases", []), _updates(meta)):
+    for phase, made in zip(recipe.get("phases", []), updates_made(meta)):
         schedule, rate = phase.get("schedule", {}), phase.get("mask_probability")
+        of = "" if made == phase.get("steps") else f" of {phase.get('steps')}"
         lines.append(
-            f"- {phase.get('name')}: {made} updates of {phase.get('global_batch')} rows"
+            f"- {phase.get('name')}: {made}{of} updates of {phase.get('global_batch')} rows"
             f" from `{phase.get('shards')}`, {schedule.get('kind')} schedule, peak rate {schedule.get('lr'):g}"
             + (f", {rate:.3g} of the tokens masked" if rate else "")
         )

@@ -19,7 +19,8 @@ from bench import five_minute_finetune as tuning
 from bench import five_minute_rival as rival
 from bench.five_minute_finetune import TASKS, collect, score_of
 from bench.five_minute_report import describe, write_report
-from bench.five_minute_runs import ABLATIONS, FINALS, SIDES, TRIES, TRIES_LATER, Workplace
+from bench.five_minute_runs import Workplace, run_all
+from bench.five_minute_tries import ABLATIONS, FINALS, SIDES, TRIES, TRIES_LATER, named
 from configs import UserError, load_recipe
 from configs.log import read_log
 from configs.model import ModelConfig, resolve_model
@@ -310,4 +311,34 @@ def test_tries_are_recipes_and_options_that_exist() -> None:
     for options in tries["rival"]:
         rival.parser().parse_args(["--rows", "a", "--tokenizer", "b", "--out", "c", *options])
     assert len(tries["rival"]) >= len(tries["ours"])
+    every = [*tables(TRIES), *tables(TRIES_LATER), *ABLATIONS, *tables(FINALS)]
+    assert len(set(every)) == len(every)  # one name, one run
+
+
+def tables(of: dict[str, dict[str, list[str]]]) -> list[str]:
+    return [name for side in SIDES for name in of[side]]
+
+
+def test_runs_by_name_of_one_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A side without runs does nothing; rows that differ from the recipe's are built for the run."""
+    runs = named(["crops-16", "bf16", "1024x4-late-pairs"])
+    assert list(runs) == ["ours"] and named(["rival-512x6"]) == {"rival": FINALS["rival"]}
+    with pytest.raises(UserError, match="--runs crops-17 is not known"):
+        named(["bf16", "crops-17"])
+    place, commands = Workplace(tmp_path, [""], ["phases.0.steps=7"]), {}
+    monkeypatch.setattr(
+        place, "command", lambda name, *words, card="": commands.update({name: words})
+    )
+    monkeypatch.setattr(place, "score", lambda names, *_: {n: {"mlm_loss": len(n)} for n in names})
+    best = []
+    run_all(place, "finals", runs, 0.1, tmp_path, 1.0, 0, lambda *found: best.append(found))
+    assert best == [("ours", "bf16")]
+    assert sorted(commands) == [
+        *("1024x4-late-pairs-build", "1024x4-late-pairs-train"),
+        *("bf16-train", "crops-16-build", "crops-16-train"),
+    ]
+    late = commands["1024x4-late-pairs-build"]
+    assert [word for before, word in zip(late, late[1:]) if before == "--set"] == ["few", "mixed"]
+    shared = {name: (tmp_path / name / "shards").is_symlink() for name in runs["ours"]}
+    assert shared == {"crops-16": False, "bf16": True, "1024x4-late-pairs": False}
     assert set(TASKS) == {"sst-2", "mrpc", "rte", "cola", "sts-b", "rt-polarity", "wnut-17"}

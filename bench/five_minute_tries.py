@@ -1,0 +1,171 @@
+"""What was tried for the five-minute BERT and for its rival: every run by its name.
+
+Ours are overrides of the recipe, the rival's are options of bench.five_minute_rival. What came of
+them is in bench/RESULTS.md; `python -m bench.five_minute --runs NAME,NAME` does any of them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from configs import UserError
+
+SIDES = ("ours", "rival")
+
+_BF16 = "train.precision=bf16"  # all runs of ours before the recipe took fp8
+# The short tries, with their whole schedule each (bench/RESULTS.md says what came of
+# them). They were made before the recipe had its shape, rows and start; `base` and `small` set
+# what they had.
+_THEN = [
+    _BF16,
+    "model.nsp_head=false",
+    "train.unigram_bias=false",
+    "train.sinusoidal_positions=false",
+    "phases.0.shards=rows",
+    "phases.0.global_batch=256",
+    "optimizer.weight_decay=0.1",
+    "optimizer.eps=1e-6",
+]
+_SMALL = [*_THEN, "model.preset=bert-medium", "model.num_layers=12"]
+_BASE = [*_THEN, "model.preset=bert-base", "model.num_layers=12"]
+TRIES: dict[str, dict[str, list[str]]] = {
+    "ours": {
+        "base-lr-5e-3": [*_BASE, "phases.0.schedule.lr=0.005"],
+        "base-lr-1e-2": [*_BASE, "phases.0.schedule.lr=0.01"],
+        "small-lr-1e-2": [*_SMALL, "phases.0.schedule.lr=0.01"],
+        "small-lr-2e-2": [*_SMALL, "phases.0.schedule.lr=0.02"],
+    },
+    "rival": {
+        "base-lr-5e-4": ["--shape=768x12", "--lr=5e-4", "--batch=256"],
+        "base-lr-5e-4-batch-128": ["--shape=768x12", "--lr=5e-4", "--batch=128", "--dropout=0"],
+        "small-lr-1e-3": ["--shape=512x12", "--lr=1e-3", "--batch=256", "--dropout=0"],
+        "small-lr-1e-3-batch-128": ["--shape=512x12", "--lr=1e-3", "--batch=128", "--dropout=0"],
+    },
+}
+# Later tries, of one minute to five (bench/RESULTS.md says which): what pairs cost, other rows,
+# other shapes and rates of the rival. long: nearly full rows after the first 5,000 updates.
+_SCHEDULE = "schedule: {kind: linear, lr: 4.0e-3, warmup: 0.06}"
+_LONG = [
+    "shards.long={max_length: 128, objective: nsp, single_prob: 0.75, short_seq_prob: 0.1, "
+    "mask_cap: 64, dupe_factor: 4}",
+    f"phases=[{{name: short, shards: mixed, global_batch: 384, steps: 5000, {_SCHEDULE}}}, "
+    f"{{name: long, shards: long, global_batch: 256, steps: 20000, {_SCHEDULE}}}]",
+]
+_DROPOUT = ["model.hidden_dropout=0.1", "model.attention_dropout=0.1"]
+_UNADAPTED = "optimizer.adapt_bias_and_norm=false"
+TRIES_LATER: dict[str, dict[str, list[str]]] = {
+    "ours": {
+        "pairs-only": [_BF16, "shards.mixed.single_prob=0"],
+        "single-only": [
+            _BF16,
+            "shards.mixed.objective=doc-sentences",
+            "shards.mixed.single_prob=0",
+            "model.nsp_head=false",
+        ],
+        "long-dropout": [_BF16, *_LONG, *_DROPOUT],
+        "long-mask-0.3": [_BF16, *_LONG, "masking.probability=0.3"],
+    },
+    "rival": {
+        "512x8-lr-5e-4": ["--shape=512x8", "--lr=5e-4", "--batch=256", "--dropout=0"],
+        "768x6-lr-3e-4": ["--shape=768x6", "--lr=3e-4", "--batch=256", "--dropout=0"],
+        "512x8-lr-7e-4": ["--shape=512x8", "--lr=7e-4", "--batch=128", "--dropout=0"],
+        "512x6-lr-5e-4": ["--shape=512x6", "--lr=5e-4", "--batch=256", "--dropout=0"],
+        "512x6-lr-7e-4": ["--shape=512x6", "--lr=7e-4", "--batch=256", "--dropout=0"],
+        "512x6-lr-1.4e-3": ["--shape=512x6", "--lr=1.4e-3", "--batch=256", "--dropout=0"],
+        "512x5-lr-7e-4": ["--shape=512x5", "--lr=7e-4", "--batch=256", "--dropout=0"],
+        "768x4-lr-7e-4": ["--shape=768x4", "--lr=7e-4", "--batch=256", "--dropout=0"],
+        "768x4-lr-1e-3": ["--shape=768x4", "--lr=1e-3", "--batch=256", "--dropout=0"],
+        "640x5-lr-1e-3": ["--shape=640x5", "--lr=1e-3", "--batch=256", "--dropout=0"],
+    },
+}
+_CROPS = "shards.mixed.dupe_factor=16"
+_MORE_SHORT = "shards.mixed.short_seq_prob=0.75"
+_FEWER_PAIRS = ["shards.mixed.single_prob=0.88", _MORE_SHORT]
+
+
+def _shape(hidden_size: int, num_layers: int) -> list[str]:
+    return [
+        f"model.hidden_size={hidden_size}",
+        f"model.num_layers={num_layers}",
+        f"model.num_heads={hidden_size // 64}",
+        f"model.intermediate_size={4 * hidden_size}",
+    ]
+
+
+def _falling_masks(end: str, first: str = "mixed", then: str = "mixed", rows: int = 384) -> str:
+    """Masks of 0.3 until `end` (steps or until), then of 0.15 (2305.15096 lets the rate fall)."""
+    return (
+        f"phases=[{{name: more, shards: {first}, global_batch: 384, mask_probability: 0.3, {end}, "
+        f"{_SCHEDULE}}}, {{name: fewer, shards: {then}, global_batch: {rows}, "
+        f"mask_probability: 0.15, steps: 30000, {_SCHEDULE}}}]"
+    )
+
+
+def _set(name: str, single_prob: float, short_seq_prob: float) -> str:
+    """One more set of 16 crops."""
+    return (
+        f"shards.{name}={{max_length: 128, objective: nsp, single_prob: {single_prob}, "
+        f"short_seq_prob: {short_seq_prob}, mask_cap: 64, dupe_factor: 16}}"
+    )
+
+
+_WIDE = [_CROPS, *_shape(1024, 4)]
+_LATE_PAIRS = [
+    *(*_WIDE, _MORE_SHORT, _set("few", 0.97, 0.75)),
+    _falling_masks("steps: 30000, until: 0.66", first="few"),
+]
+# Changes of the recipe as it was in bf16, one each, in the whole time; then, all in fp8, two rates in
+# 160 s, and changes that were added up, in 160 s or the whole time (bench/RESULTS.md says which).
+# None was taken over but fp8, for its speed.
+ABLATIONS: dict[str, list[str]] = {
+    "bf16": [_BF16],
+    "bf16-dropout": [_BF16, *_DROPOUT],
+    "bf16-decay-0.3": [_BF16, "optimizer.weight_decay=0.3"],
+    "bf16-lr-2.5e-3": [_BF16, "phases.0.schedule.lr=2.5e-3"],
+    "bf16-unadapted-lr-3e-3": [_BF16, _UNADAPTED, "phases.0.schedule.lr=3e-3"],
+    "bf16-unadapted-lr-6e-3": [_BF16, _UNADAPTED, "phases.0.schedule.lr=6e-3"],
+    "bf16-unadapted-lr-1e-2": [_BF16, _UNADAPTED, "phases.0.schedule.lr=1e-2"],
+    "lr-5.5e-3": ["phases.0.schedule.lr=5.5e-3"],
+    "lr-7.5e-3": ["phases.0.schedule.lr=7.5e-3"],
+    "crops-16": [_CROPS],
+    "1024x4": _WIDE,
+    "1280x4": [_CROPS, *_shape(1280, 4)],
+    "1024x4-falling-masks": [*_WIDE, _falling_masks("steps: 7000")],
+    "1024x4-fewer-pairs-160s": [*_WIDE, _falling_masks("steps: 7000"), *_FEWER_PAIRS],
+    "1024x4-fewer-pairs": [*_WIDE, _falling_masks("steps: 15500"), *_FEWER_PAIRS],
+    "1024x4-long-rows": [
+        *(*_WIDE, _MORE_SHORT, _set("long", 0.75, 0.1)),
+        _falling_masks("steps: 12000", then="long", rows=256),
+    ],
+    "1024x4-late-pairs": _LATE_PAIRS,
+    "1024x4-late-pairs-dropout": [
+        *(*_LATE_PAIRS, "model.hidden_dropout=0.05", "model.attention_dropout=0.05"),
+    ],
+}
+# The runs of the full time: the recipe, and the rival's settings with the best held-out loss and BLiMP.
+FINALS: dict[str, dict[str, list[str]]] = {
+    "ours": {"ours-768x6": []},
+    "rival": {
+        "rival-512x6": ["--shape=512x6", "--lr=1e-3", "--batch=256", "--dropout=0"],
+    },
+}
+
+
+def named(names: Sequence[str]) -> dict[str, dict[str, list[str]]]:
+    """The runs of these names, of each side that has any.
+
+    Raises:
+        UserError: a name that is not there.
+    """
+    known = {
+        "ours": TRIES["ours"] | TRIES_LATER["ours"] | ABLATIONS | FINALS["ours"],
+        "rival": TRIES["rival"] | TRIES_LATER["rival"] | FINALS["rival"],
+    }
+    runs: dict[str, dict[str, list[str]]] = {}
+    for name in names:
+        side = next((side for side in SIDES if name in known[side]), "")
+        if not side:
+            every = ", ".join([*known["ours"], *known["rival"]])
+            raise UserError(f"--runs {name} is not known", f"known: {every}")
+        runs.setdefault(side, {})[name] = known[side][name]
+    return runs
