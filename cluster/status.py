@@ -6,6 +6,7 @@ A run that was started without SLURM has no jobs to show, but its training is sh
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import time
@@ -18,7 +19,7 @@ import yaml
 from cluster.slurm import client
 from cluster.slurm.chain import RECORD
 from configs import UserError
-from configs.console import duration
+from configs.console import duration, time_goal, units_goal
 from configs.files import read_json
 from configs.log import LOG, read_log
 
@@ -155,15 +156,18 @@ def progress(folder: Path) -> list[str]:
     updates = [r for r in records if r.get("kind", "train") == "train" and "loss" in r]
     if not updates:
         return ["training: no update yet"]
-    last, (total, trouble) = updates[-1], total_updates(folder)
-    share = f"{total} ({100 * last['step'] / total:.0f}%)" if total else "?"
-    lines = [f"training: update {last['step']}/{share}"]
+    last, (total, seconds, trouble) = updates[-1], limits(folder)
+    step, pace = last["step"], seconds_per_update(updates)
+    goals = [units_goal(step, total, 1 / pace if pace else 0.0)] if total else []
+    if seconds and "spent_s" in last:
+        goals.append(time_goal(step, seconds, last["spent_s"]))
+    goal = min(goals, key=lambda goal: goal.left, default=None)
+    lines = [f"training: update {f'{goal.count} ({goal.share})' if goal else f'{step}/?'}"]
     lines[0] += (
         f", loss {last['loss']:.4f}, lr {last.get('lr', 0):.3g}, {last['tokens_per_s']:,.0f} tokens/s"
     )
-    pace = seconds_per_update(updates)
-    if pace and last["step"] < total:
-        lines[0] += f", ETA {duration(pace * (total - last['step']))} of running"
+    if goal and 0 < goal.left < math.inf:
+        lines[0] += f", ETA {duration(goal.left)} of running"
     lines += [f"  {trouble}"] if trouble else []
     if "time" in last:
         lines.append(f"  last update {duration(max(time.time() - last['time'], 0))} ago")
@@ -199,22 +203,30 @@ def seconds_per_update(updates: list[dict[str, Any]]) -> float:
     return sorted(gaps)[len(gaps) // 2] if gaps else 0.0
 
 
-def total_updates(folder: Path) -> tuple[int, str]:
+def limits(folder: Path) -> tuple[int, float, str]:
     """(updates of all phases of the recipe as submitted, or as the training noted it; 0 = unknown,
-    which file is damaged)."""
+    seconds of training; 0 = no limit, which file is damaged)."""
     trouble = ""
     for name in ("slurm/recipe.yaml", "train/recipe.json"):  # JSON is YAML
         file = folder / name
         if file.is_file():
             try:
-                phases = yaml.safe_load(file.read_text())["phases"]
-                total = sum(phase["steps"] for phase in phases)
-                if isinstance(total, int) and total > 0:
-                    return total, trouble
-            except (yaml.YAMLError, ValueError, KeyError, TypeError, RecursionError):
+                recipe = yaml.safe_load(file.read_text())
+                total = sum(phase["steps"] for phase in recipe["phases"])
+                seconds = 60.0 * recipe.get("train", {}).get("max_minutes", 0)
+                if isinstance(total, int) and total > 0 and 0 <= seconds < math.inf:
+                    return total, seconds, trouble
+            except (
+                yaml.YAMLError,
+                ValueError,
+                KeyError,
+                TypeError,
+                AttributeError,
+                RecursionError,
+            ):
                 pass
             trouble = f"{file} is damaged: {REMEDY}"
-    return 0, trouble
+    return 0, 0.0, trouble
 
 
 def tail(path: Path) -> list[str]:

@@ -28,6 +28,7 @@ from pretrain.evaluation import Evaluator, unigram
 from pretrain.micro import Micro, RecordedMicro
 from pretrain.model import BertForPreTraining, build
 from pretrain.model.init import start_at_sinusoids, start_at_unigram
+from pretrain.optim.budget import TimeBudget
 from pretrain.parallel.exchange import Exchange, make_exchange
 from pretrain.parallel.groups import Groups, make_groups
 from pretrain.parallel.pieces import Piece
@@ -49,6 +50,7 @@ class Run:
     writer: Writer
     watchdog: Watchdog
     telemetry: Telemetry
+    budget: TimeBudget
     identity: dict[str, Any]  # of the model and its data, for checkpoints
     step: int = 0
     state: dict[str, Any] = field(default_factory=dict)
@@ -128,6 +130,7 @@ def _assemble(plan: Plan, device: torch.device, watchdog: Watchdog) -> Run:
     evaluator, probe = _evaluator(plan, groups, device), _probe(plan, groups, engine)
     step, state = _resume(plan, engine)
     plan.goes_on_from(state)
+    budget = TimeBudget(recipe.train.max_minutes, state.get("spent_s", 0.0), plan.spent_s)
     token = _same_everywhere(secrets.token_hex(4))
     telemetry = Telemetry(
         plan.train_dir,
@@ -135,6 +138,7 @@ def _assemble(plan: Plan, device: torch.device, watchdog: Watchdog) -> Run:
         plan.model,
         total=plan.end,
         resumed=step,
+        budget=budget,
         rank=plan.rank,
         world=plan.world,
         device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else "",
@@ -148,6 +152,7 @@ def _assemble(plan: Plan, device: torch.device, watchdog: Watchdog) -> Run:
         Writer(plan.train_dir, groups, recipe.checkpoint.keep, token),
         watchdog,
         telemetry,
+        budget,
         identity,
         step,
         state,

@@ -8,6 +8,7 @@ Rates: model TFLOP/s and MFU count what `configs.model.model_flops` counts (real
 positions only, backward = twice forward, nothing for recomputation or padding), over the time from
 one logged update to the next, per process of the world; MFU divides by the card's dense peak in the
 precision of the run as its data sheet states it, and is left out for cards not listed here.
+With train.max_minutes, spent_s is the time of them that was spent, as far as the update knew.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from configs.model import ModelConfig, model_flops
 
 if TYPE_CHECKING:
     from pretrain.data.batches import GlobalBatch
+    from pretrain.optim.budget import TimeBudget
 
 # Dense peak in bf16 and fp16 (FLOP/s) by what the device name contains; data sheets.
 _PEAKS = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "B200": 2250e12, "A100": 312e12,
@@ -49,6 +51,7 @@ class Telemetry:
     Args:
         train_dir: where log.jsonl and tensorboard/ lie. resumed: updates done before this start.
         total: updates of the whole run. world: processes (tp x dp). device_name: of the GPU, or "".
+        budget: its time, if that is limited.
     """
 
     def __init__(
@@ -62,9 +65,11 @@ class Telemetry:
         rank: int = 0,
         world: int = 1,
         device_name: str = "",
+        budget: TimeBudget | None = None,
     ) -> None:
         self.enabled = rank == 0
         self.every, self.total, self.model, self.world = recipe.train.log_every, total, model, world
+        self.budget = budget
         self.peak = peak_flops(device_name, recipe.train.precision)
         self._work = self._zero()
         if not self.enabled:
@@ -76,7 +81,7 @@ class Telemetry:
         from torch.utils.tensorboard import SummaryWriter
 
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=resumed + 1)
-        self._progress = Progress(total, "train", "updates", done=resumed)
+        self._progress = Progress(total, "train", "updates", done=resumed, clock=budget)
 
     @staticmethod
     def _zero() -> dict[str, float]:
@@ -135,6 +140,8 @@ class Telemetry:
                   "data_wait": work["data_wait_s"] / took, "memory_gb": memory_gb()}  # fmt: skip
         if self.peak:
             record["mfu"] = tflops * 1e12 / self.peak
+        if self.budget and self.budget.seconds:
+            record["spent_s"] = self.budget.spent
         self._work = self._zero()
         self._write("train", step, record)
         loss = f"loss {values['loss']:.4f}, " if "loss" in values else ""

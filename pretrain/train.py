@@ -72,8 +72,6 @@ def _done(plan: Plan) -> str:
         return f"{plan.newest} of {plan.end} updates are done"
     if plan.newest < plan.end:
         minutes = plan.recipe.train.max_minutes
-        return (
-            f"train.max_minutes={minutes:g} are used up, after {plan.newest} of {plan.end} updates"
-        )
+        return f"train.max_minutes={minutes:g} are used up, after {plan.newest} updates"
     asked = "train.stop_at" if plan.end < plan.total else "the phases' steps together"
     return f"{plan.newest} updates are done already, {asked} is {plan.end}"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from configs.console import say
+from configs.console import say, time_goal
 from configs.errors import PREEMPTED_EXIT, UserError
 from configs.masking import masking_of
 from configs.schema import PhaseConfig
@@ -19,7 +19,7 @@ from pretrain.checkpoint.folder import folder_of
 from pretrain.checks import Plan
 from pretrain.data.batches import Batches, GlobalBatch
 from pretrain.guard import LossGuard, StopSignals, TrainingStopped
-from pretrain.optim.budget import CLOCK_STARTS, TimeBudget
+from pretrain.optim.budget import CLOCK_STARTS
 from pretrain.optim.lamb import Update
 from pretrain.optim.schedule import lr_at
 from pretrain.starting import Run, begin
@@ -50,8 +50,16 @@ def train(plan: Plan) -> int:
             run.close()
     if plan.rank == 0:
         folder = folder_of(plan.train_dir, run.step)
-        say(f"checkpoint after {run.step} of {plan.total} updates: {folder}")
+        say(f"checkpoint after {_made(run)}: {folder}")
     return code
+
+
+def _made(run: Run) -> str:
+    """The updates made, of how many or of which time."""
+    if not run.budget.seconds or run.step >= run.plan.total:
+        return f"{run.step} of {run.plan.total} updates"
+    goal = time_goal(run.step, run.budget.seconds, run.budget.spent)
+    return f"{goal.count} updates ({goal.share})"
 
 
 def _out_of_memory(plan: Plan, error: BaseException) -> UserError:
@@ -95,11 +103,7 @@ class Trainer:
         self.guard = LossGuard(self.recipe.guard, scaled=self.recipe.train.precision == "fp16")
         if run.state:
             self.guard.load(run.state["guard"])
-        self.budget = TimeBudget(
-            self.recipe.train.max_minutes,
-            run.state.get("spent_s", 0.0),
-            self.plan.spent_s,
-        )
+        self.budget = run.budget
         self.agreement = Agreement(run, self.guard, self.budget, stop)
         self.saved = run.step if run.state else -1
 

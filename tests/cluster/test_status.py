@@ -33,7 +33,7 @@ def run(tmp_path, monkeypatch):
     return slurm.parent
 
 
-def write_training(work, steps, last="", every=10):
+def write_training(work, steps, last="", every=10, minutes=0):
     """Log, recipe and checkpoints of `steps` updates of two seconds, the last one two seconds ago."""
     train, now = work / "train", time.time()
     train.mkdir(parents=True)
@@ -41,6 +41,7 @@ def write_training(work, steps, last="", every=10):
         for step in range(1, steps + 1):
             line = {"kind": "train", "step": step, "loss": 9 - step / 10, "lr": 1e-3}
             line |= {"tokens_per_s": 1234.0, "time": now - 2 * (steps + 1 - step)}
+            line |= {"spent_s": 2 * step} if minutes else {}
             log.write(json.dumps(line) + "\n")
         log.write(last)
     for step in range(every, steps + 1, every):
@@ -50,7 +51,8 @@ def write_training(work, steps, last="", every=10):
     for name in ("step-00000098.partial-1a2", "step-00000097.kept"):
         (train / "checkpoints" / name).mkdir()
         (train / "checkpoints" / name / "checkpoint.json").touch()
-    (train / "recipe.json").write_text('{"phases": [{"steps": 100}, {"steps": 50}]}')
+    recipe = {"phases": [{"steps": 100}, {"steps": 50}], "train": {"max_minutes": minutes}}
+    (train / "recipe.json").write_text(json.dumps(recipe))
 
 
 def test_one_screen_from_files_alone(run):
@@ -98,13 +100,33 @@ def test_a_run_without_slurm_shows_its_training(tmp_path, monkeypatch):
         assert text in screen, text
 
 
+@pytest.mark.parametrize(
+    ("minutes", "said", "left"),
+    [
+        (2, "update 25 (42% of 2 min), loss 6.5", ", ETA 1:10 of running"),
+        (5, "update 25/150 (17%), loss 6.5", ", ETA 4:10 of running"),  # the updates end before
+        (0.5, "update 25 (100% of 0.5 min), loss 6.5", "1,234 tokens/s\n"),
+    ],
+)
+def test_a_limit_of_time(tmp_path, minutes, said, left):
+    write_training(tmp_path, 25, minutes=minutes)
+    screen = status.screen(tmp_path)
+    assert said in screen and left in screen
+
+
 STEPS = ["0", "-5", "1.5", ".inf", ".nan", "null", '"7"']
+TRAIN = [
+    "null",
+    "7",
+    *(f'{{"max_minutes": {minutes}}}' for minutes in STEPS if minutes not in ("0", "1.5")),
+]
 
 
 @pytest.mark.parametrize(
     "content",
     ["", "{", "[]", "null", '{"phases": 3}', "[" * 3000]
-    + [f'{{"phases": [{{"steps": {steps}}}]}}' for steps in STEPS],
+    + [f'{{"phases": [{{"steps": {steps}}}]}}' for steps in STEPS]
+    + [f'{{"phases": [{{"steps": 7}}], "train": {train}}}' for train in TRAIN],
 )
 def test_a_damaged_recipe_is_named_and_the_log_shown(run, content):
     write_training(run, 25)

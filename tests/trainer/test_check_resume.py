@@ -102,7 +102,10 @@ def test_stop_at_below_the_checkpoint_has_nothing_to_do(run):
     [
         ("train.stop_at=5", "nothing to do: 5 of 5 updates are done; checkpoint: "),
         ("train.stop_at=1", "nothing to do: 5 updates are done already, train.stop_at is 1;"),
-        ("train.max_minutes=0.5", "nothing to do: train.max_minutes=0.5 are used up, after 5 of"),
+        (
+            "train.max_minutes=0.5",
+            "nothing to do: train.max_minutes=0.5 are used up, after 5 updates;",
+        ),
     ],
 )
 def test_what_is_done_is_said(run, override, said, capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -62,6 +63,7 @@ def test_phases_end_at_their_shares(run: Path, whole: Path) -> None:
     assert train(run, *options(), accident=CLOCK) == [0], output(run)
     assert saved(run) == [*SWITCHES, END]
     assert list(evaluations(run)) == [0, END]
+    assert f"train: {END}/{END} updates (100%), " in output(run)
     assert f"checkpoint after {END} of {END} updates" in output(run)
     assert losses(run) == losses(whole)
     told = [r for r in read_log(run / "train/log.jsonl") if "ends by time" in r.get("text", "")]
@@ -97,12 +99,19 @@ def test_the_time_ends_the_last_phase(run: Path) -> None:
     long = options(last=40)
     assert train(run, *long, "train.stop_at=12", accident=CLOCK) == [0], output(run)
     assert saved(run) == [10, 12]
+    assert "train: 12/12 updates (100%), " in output(run)
+    assert "checkpoint after 12 updates (37% of 0.5 min): " in output(run)
     assert plan(run, *long).phase_ends == [10]
     assert train(run, *long, accident=CLOCK) == [0], output(run)
     assert saved(run) == [10, 12, 19, 31]
+    assert re.search(r"train: 31 updates \(100% of 0.5 min\), .* updates/s, ETA 0:00 ", output(run))
+    assert "checkpoint after 31 updates (100% of 0.5 min): " in output(run)
+    assert losses(run, "spent_s") == {step: step - 1 for step in range(1, 32)}
     assert list(evaluations(run)) == [0, 12, 31]
     found = plan(run, *long)
     assert (found.out_of_time, found.ends, found.total) == (True, [10, 19, 59], 59)
+    assert train(run, *long, accident=CLOCK) == [0]
+    assert "nothing to do: train.max_minutes=0.5 are used up, after 31 updates; " in output(run)
 
 
 def test_all_ranks_switch_at_the_same_update(run: Path) -> None:
