@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configs.schema import GuardConfig
+from configs.schema import GuardConfig, Recipe
 from pretrain.agreement import Agreement
 from pretrain.data.batches import GlobalBatch
 from pretrain.guard import LossGuard
@@ -18,7 +18,8 @@ numbers = st.floats(width=32, allow_nan=True, allow_infinity=True)
 
 def make_agreement(scaled: bool, said: list[str]) -> Agreement:
     """On update 7."""
-    plan = SimpleNamespace(rank=0, world=1, tp=1, model=SimpleNamespace(nsp_head=True))
+    model = SimpleNamespace(nsp_head=True)
+    plan = SimpleNamespace(rank=0, world=1, tp=1, model=model, recipe=Recipe())
     telemetry = SimpleNamespace(event=lambda step, text: said.append(text))
     run = SimpleNamespace(
         device=torch.device("cpu"), plan=plan, step=6, telemetry=telemetry, say=said.append
