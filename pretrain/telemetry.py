@@ -94,8 +94,10 @@ class Telemetry:
             self._progress.expect(total)
 
     def wants(self, step: int) -> bool:
-        """Whether update `step` (from 1) is logged: only then its losses need to reach the host."""
-        return step % self.every == 0 or step in (1, self.total)
+        """Whether update `step` (from 1), the newest, is logged: every so many, the first, and the
+        last, which is that at which the time is up if it has one."""
+        time_is_up = self.budget is not None and self.budget.over
+        return step % self.every == 0 or step in (1, self.total) or time_is_up
 
     def update(
         self,

@@ -114,6 +114,12 @@ def test_the_time_ends_the_last_phase(run: Path) -> None:
     assert "nothing to do: train.max_minutes=0.5 are used up, after 31 updates; " in output(run)
 
 
+def test_the_last_update_is_logged_whatever_ends_the_run(run: Path) -> None:
+    assert train(run, *options(last=40), "train.log_every=7", accident=CLOCK) == [0], output(run)
+    assert list(losses(run)) == [1, 7, 14, 21, 28, 31]
+    assert losses(run, "spent_s")[31] == 30.0
+
+
 def test_all_ranks_switch_at_the_same_update(run: Path) -> None:
     """The clock of the first one counts: that of the other is twice as fast."""
     assert train(run, *options(), size=2, accident=CLOCK) == [0, 0], output(run) + output(run, 1)
