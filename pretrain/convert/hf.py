@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from configs import UserError
+from configs.files import read_json
 from configs.model import ModelConfig
 from pretrain.convert.source import MLM_BIAS, WORDS, SourceModel, finish
 
@@ -111,7 +112,7 @@ def read_hf(folder: Path) -> SourceModel:
     Raises:
         UserError: no weights, unreadable or cut weights, another architecture, wrong shapes.
     """
-    config = config_from_hf(read_json(folder / "config.json"), folder / "config.json")
+    config = config_from_hf(hf_json(folder / "config.json"), folder / "config.json")
     found: dict[str, torch.Tensor] = {}
     files, placed = weight_files(folder)
     for file in files:
@@ -186,7 +187,7 @@ def weight_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
         if (folder / single).is_file():
             return [folder / single], {}
         if index.is_file():
-            placed = read_json(index).get("weight_map")
+            placed = hf_json(index).get("weight_map")
             if not isinstance(placed, dict) or not all(isinstance(n, str) for n in placed.values()):
                 raise UserError(
                     f"{index}: weight_map does not say which tensor is in which file",
@@ -254,17 +255,11 @@ def load_weights_only(file: Path) -> Any:
         ) from None
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object; UserError names the file when it is missing or broken."""
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{file}: no such file", "a Hugging Face folder has one") from None
-    except (ValueError, OSError, RecursionError) as error:
-        raise UserError(f"{file}: not valid JSON: {error}", "restore the file") from None
-    if not isinstance(values, dict):
-        raise UserError(f"{file}: holds no JSON object", "restore the file")
-    return values
+def hf_json(file: Path) -> dict[str, Any]:
+    """A JSON object of a Hugging Face folder; UserError names the file when it is missing or broken."""
+    if not file.is_file():
+        raise UserError(f"{file}: no such file", "a Hugging Face folder has one")
+    return read_json(file, "restore the file")
 
 
 def write_weights(

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from configs import UserError
-from pretrain.convert.hf import config_from_hf, load_weights_only, normalise, read_json, state_dict
+from pretrain.convert.hf import config_from_hf, hf_json, load_weights_only, normalise, state_dict
 from pretrain.convert.source import MLM_BIAS, WORDS, SourceModel, finish
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def read_nvidia(file: Path, true_vocab: int) -> SourceModel:
         (p for p in (file.parent / "bert_config.json", file.parent / "config.json") if p.is_file()),
         file.parent / "bert_config.json",
     )
-    config = config_from_hf(read_json(config_file), config_file)
+    config = config_from_hf(hf_json(config_file), config_file)
     tensors, dropped = normalise(rename_nvidia(state), file)
     rows = len(tensors[WORDS]) if WORDS in tensors else config.vocab_size
     if true_vocab > rows:

@@ -18,7 +18,7 @@ import numpy as np
 
 from configs import UserError
 from pretrain.convert.crc32c import crc32c, masked
-from pretrain.convert.hf import config_from_hf, read_json
+from pretrain.convert.hf import config_from_hf, hf_json
 from pretrain.convert.source import SourceModel, finish
 
 _MAGIC = 0xDB4775248B80FB57
@@ -93,7 +93,7 @@ def read_tf(prefix: Path) -> SourceModel:
     import torch
 
     config_file = prefix.parent / "bert_config.json"
-    config = config_from_hf(read_json(config_file), config_file)
+    config = config_from_hf(hf_json(config_file), config_file)
     bundle = Bundle(prefix)
     tensors, dropped = {}, {}
     for name in bundle.entries:

@@ -108,8 +108,8 @@ def fill(value: float) -> Callable[[dict], None]:
 
 FOREIGN: dict[str, tuple[Callable[[Path], None], str]] = {
     "no config": (lambda f: (f / "config.json").unlink(), "config.json"),
-    "config cut": (cut("config.json", 0.6), "not valid JSON"),
-    "config without an end": (text("config.json", "[" * 9999), "not valid JSON"),
+    "config cut": (cut("config.json", 0.6), "config.json is damaged"),
+    "config without an end": (text("config.json", "[" * 9999), "config.json is damaged"),
     "config is a list": (text("config.json", "[]"), "no JSON object"),
     "config lacks a size": (config({"hidden_size": None}), "hidden_size"),
     "no heads": (config({"num_attention_heads": 0}), "num_attention_heads"),
