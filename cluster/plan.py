@@ -121,9 +121,11 @@ def report(recipe: Recipe, own: Plan, best: Plan | None, fills: dict[str, float]
             f"of {own.card.memory_bytes / 1e9:.0f}": lambda p: "fits" if p.fits else "DOES NOT FIT",
         },
     )
+    limited = recipe.train.max_minutes > 0
     for number, phase in enumerate(own.phases):
         names = list(dict.fromkeys(n for p in plans.values() for n in p.phases[number].time.parts))
-        title = f"ms an update of {phase.name} ({phase.updates:,} updates, rows up to {phase.max_length}, "
+        steps = f"{'at most ' if limited else ''}{recipe.phases[number].steps:,} updates"
+        title = f"ms an update of {phase.name} ({steps}, rows up to {phase.max_length}, "
         title += f"{fills[recipe.phases[number].shards]:.2f} filled)"
         lines += _table(
             title,
@@ -136,12 +138,13 @@ def report(recipe: Recipe, own: Plan, best: Plan | None, fills: dict[str, float]
                 "tokens/s": lambda p, k=number: (
                     f"{p.phases[k].tokens / p.phases[k].time.seconds:,.0f}"
                 ),
+                **({"updates": lambda p, k=number: f"{p.phases[k].updates:,}"} if limited else {}),
                 "hours": lambda p, k=number: f"{p.phases[k].hours:.2f}",
             },
         )
     size = 12 * parameter_count(m)
     saves = sum(
-        p.steps // recipe.checkpoint.every if recipe.checkpoint.every else 1 for p in recipe.phases
+        p.updates // recipe.checkpoint.every if recipe.checkpoint.every else 1 for p in own.phases
     )
     lines += _table(
         "the whole run",
@@ -152,6 +155,8 @@ def report(recipe: Recipe, own: Plan, best: Plan | None, fills: dict[str, float]
             "GPU-hours": lambda p: f"{p.hours * p.layout.gpus:,.0f}",
         },
     )
+    if limited:
+        lines += [_ended_by(recipe, own), ""]
     lines.append(
         f"a checkpoint has {size / 1e9:.1f} GB; {recipe.checkpoint.keep} kept = "
         f"{recipe.checkpoint.keep * size / 1e9:.1f} GB of disk, {saves} written = {saves * size / 1e9:,.0f} GB"
@@ -170,6 +175,18 @@ def _not_planned(recipe: Recipe) -> list[str]:
     said = " and ".join(key for key, is_set in slow.items() if is_set)
     what = "time and memory are predicted for the fused kernels, replayed from CUDA graphs"
     return [f"{said} will be slower: {what}"] if said else []
+
+
+def _ended_by(recipe: Recipe, plan: Plan) -> str:
+    """Which of the two ends a training that has a limit of time."""
+    minutes, steps = recipe.train.max_minutes, sum(phase.steps for phase in recipe.phases)
+    what = f"train.max_minutes={minutes:g}"
+    if plan.updates == steps:
+        return f"{what} is more than its {steps:,} updates take: {duration(plan.hours * 3600)}"
+    return (
+        f"{what} leaves {plan.updates:,} of {steps:,} updates ({duration(plan.hours * 3600)}); "
+        f"all of them would take {duration(plan.whole_hours * 3600)}"
+    )
 
 
 def _memory_cell(part: str):
@@ -223,6 +240,7 @@ def goal_line(
         f"{layout.gpus} {card}s ({layout.gpus // layout.gpus_per_node} nodes, "
         f"{network.bandwidth * 8 / 1e9:.0f} Gbit/s a GPU) finish {recipe.name} in {minutes:.0f} minutes: "
         f"tp {layout.tp} x dp {layout.dp}, {duration(plan.hours * 3600)}."
+        + (f" There {_ended_by(recipe, plan)}." if plan.hours < plan.whole_hours else "")
     )
 
 

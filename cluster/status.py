@@ -204,15 +204,16 @@ def seconds_per_update(updates: list[dict[str, Any]]) -> float:
 
 
 def limits(folder: Path) -> tuple[int, float, str]:
-    """(updates of all phases of the recipe as submitted, or as the training noted it; 0 = unknown,
-    seconds of training; 0 = no limit, which file is damaged)."""
+    """(updates of all phases of the recipe as submitted, or as the training noted it, less those
+    that it has left out; 0 = unknown, seconds of training; 0 = no limit, which file is damaged)."""
     trouble = ""
     for name in ("slurm/recipe.yaml", "train/recipe.json"):  # JSON is YAML
         file = folder / name
         if file.is_file():
             try:
                 recipe = yaml.safe_load(file.read_text())
-                total = sum(phase["steps"] for phase in recipe["phases"])
+                steps = [phase["steps"] for phase in recipe["phases"]]
+                total = sum(steps) - left_out(folder, steps)
                 seconds = 60.0 * recipe.get("train", {}).get("max_minutes", 0)
                 if isinstance(total, int) and total > 0 and 0 <= seconds < math.inf:
                     return total, seconds, trouble
@@ -227,6 +228,18 @@ def limits(folder: Path) -> tuple[int, float, str]:
                 pass
             trouble = f"{file} is damaged: {REMEDY}"
     return 0, 0.0, trouble
+
+
+def left_out(folder: Path, steps: list[int]) -> int:
+    """Updates that phases did not make because time had ended them (phases.N.until), by the newest
+    checkpoint; one of before that key does not tell."""
+    shape = {"body": {"state": {"phase_ends": [int]}}}
+    try:
+        meta = read_json(checkpoints(folder)[-1] / "checkpoint.json", REMEDY, shape)
+    except (IndexError, OSError, UserError):
+        return 0
+    ended = meta["body"]["state"]["phase_ends"]
+    return max(0, sum(steps[: len(ended)]) - ended[-1]) if ended else 0
 
 
 def tail(path: Path) -> list[str]:

@@ -20,7 +20,8 @@ TP = (1, 2, 4, 8)
 
 @dataclass
 class PhasePlan:
-    """One phase: what an update holds and what it costs."""
+    """One phase: what an update holds and what it costs. updates: its steps, or those that the time
+    allows."""
 
     name: str
     updates: int
@@ -44,10 +45,15 @@ class Plan:
     phases: list[PhasePlan]
     memory: dict[str, float]  # bytes by part; what the allocator loses and the context included
     card: Card
+    whole_hours: float  # of all steps, without a limit of time
 
     @property
     def hours(self) -> float:
         return sum(phase.hours for phase in self.phases)
+
+    @property
+    def updates(self) -> int:
+        return sum(phase.updates for phase in self.phases)
 
     @property
     def tokens(self) -> float:
@@ -111,7 +117,19 @@ def evaluate(
         phase.time = update_time(
             model, layout, card, network, phase.tokens, phase.length, phase.masked
         )
-    return Plan(model, layout, phases, memory_parts(model, layout, highest_rate(recipe)), card)
+    hours, memory = sum(p.hours for p in phases), memory_parts(model, layout, highest_rate(recipe))
+    end_by_time(recipe, phases)
+    return Plan(model, layout, phases, memory, card, hours)
+
+
+def end_by_time(recipe: Recipe, phases: list[PhasePlan]) -> None:
+    """Leaves each phase the updates that train.max_minutes and its own share of them (until) allow."""
+    limit, spent = 60 * recipe.train.max_minutes, 0.0
+    for given, phase in zip(recipe.phases, phases):
+        if limit:
+            left = limit * (given.until or 1) - spent
+            phase.updates = min(phase.updates, max(0, int(left / phase.time.seconds)))
+        spent += phase.updates * phase.time.seconds
 
 
 def recipe_layout(recipe: Recipe, gpus: int, gpus_per_node: int, card: Card) -> Layout:
@@ -197,13 +215,16 @@ def quickest(
     network: Network,
     fills: dict[str, float],
 ) -> Plan | None:
-    """The fitting layout that ends first; among equals the one with most memory left. None: none fits."""
+    """The fitting layout that makes all updates first; among equals the one with most memory left.
+    None: none fits."""
     plans = (
         evaluate(recipe, share_tokens(layout, recipe, card), card, network, fills)
         for layout in candidates(recipe, gpus, gpus_per_node)
     )
     fitting = [plan for plan in plans if plan.fits]
-    return min(fitting, key=lambda plan: (round(plan.hours, 6), plan.memory_bytes), default=None)
+    return min(
+        fitting, key=lambda plan: (round(plan.whole_hours, 6), plan.memory_bytes), default=None
+    )
 
 
 def gpus_for(

@@ -1,3 +1,4 @@
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -169,6 +170,64 @@ def test_more_masks_cost_time_and_memory_where_they_meet_the_vocabulary(large):
     assert both.memory == more.memory
     assert [phase.time for phase in both.phases][1] == more.phases[1].time
     assert both.phases[0].time.seconds > usual.phases[0].time.seconds
+
+
+def test_a_limit_of_time_bounds_the_hours_and_the_updates(large):
+    """Of phases too that end at a share of it; the layout that gets further is still preferred."""
+    layout = Layout(1, 64, 1, 8192)
+
+    def planned():
+        return evaluate(large, layout, H100, NETWORK, FILLS)
+
+    whole = planned()
+    one, two = (phase.hours for phase in whole.phases)
+    assert whole.hours == whole.whole_hours
+    large.train.max_minutes = 60 * (one + two) * 1.01
+    assert planned() == whole
+
+    large.train.max_minutes = 60 * (one + two / 2)
+    half = planned()
+    assert half.hours == pytest.approx(one + two / 2, rel=1e-3)
+    assert half.hours <= one + two / 2 and half.whole_hours == whole.hours
+    assert [phase.updates for phase in half.phases] == [7038, 781]
+    assert half.updates == 7038 + 781 and half.tokens < whole.tokens
+
+    large.train.max_minutes = 60 * one / 2
+    assert [phase.updates for phase in planned().phases] == [7038 // 2, 0]
+    large.phases[0].until = 0.5
+    shared = planned()
+    assert shared.phases[0].hours == pytest.approx(one / 4, rel=1e-3)
+    assert shared.phases[1].hours == pytest.approx(min(two, one / 4), rel=1e-2)
+    assert shared.hours <= one / 2
+
+    quick = quickest(large, 64, 8, H100, NETWORK, FILLS)
+    large.train.max_minutes, large.phases[0].until = 0, 0
+    assert quick.layout == quickest(large, 64, 8, H100, NETWORK, FILLS).layout
+
+
+def test_what_ends_a_limited_training_is_said(capsys, tmp_path):
+    def said(*more):
+        plan.main(["bert-large-64k", "--gpus", "8", f"work_dir={tmp_path}", *more])
+        return capsys.readouterr().out
+
+    usual = said()
+    assert "max_minutes" not in usual and "(7,038 updates, rows" in usual
+    cut = said("train.max_minutes=30", "phases.0.until=0.5")
+    updates = [line.split()[1] for line in cut.splitlines() if line.startswith("  updates ")]
+    assert len(updates) == 2 and "(at most 7,038 updates, rows" in cut
+    made = sum(int(number.replace(",", "")) for number in updates)
+    start = f"train.max_minutes=30 leaves {made:,} of 8,601 updates ("
+    (line,) = (line for line in cut.splitlines() if line.startswith(start))
+    assert re.search(r"\((29:\d\d|30:00)\); all of them would take \d+:\d\d:\d\d$", line)
+    assert "  hours                                     0.50" in cut
+    assert re.search(
+        r"finish bert-large-64k in 53 minutes: .* There train.max_minutes=30 leaves", cut
+    )
+    long = said("train.max_minutes=9999")
+    assert re.search(
+        r"^train.max_minutes=9999 is more than its 8,601 updates take: \d+:", long, re.M
+    )
+    assert "There train" not in long
 
 
 def test_command_prints_its_table(repo, tmp_path):
