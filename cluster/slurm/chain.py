@@ -38,8 +38,8 @@ class Job:
     time_limit: str
     steps: list[Step]
     trains: bool = False
-    stage: list[tuple[str, str]] = field(default_factory=list)  # shard folder -> node-local copy
-    depends_on: str = ""  # digest of what its result follows from besides the commands
+    stage: list[tuple[str, str]] = field(default_factory=list)  # shard sets -> node-local copies
+    depends_on: str = ""  # what its result follows from besides the commands
 
     @property
     def tasks(self) -> int:
@@ -81,16 +81,18 @@ def build_chain(recipe: Recipe, recipe_file: Path, profile: Profile) -> list[Job
             depends_on=data_digest(recipe),
         )
     ]
-    updates = 0
+    updates, stage, local = 0, [], f"{profile.stage_shards_to}/{recipe.name}"
+    if profile.stage_shards_to:
+        # All sets in every job: a run's identity is that of all, held-out rows are of the first one,
+        # and a phase that ends by the clock lets the same job go on with the next.
+        names = dict.fromkeys(phase.shards for phase in recipe.phases)
+        stage = [(f"{recipe.work_dir}/shards/{name}", f"{local}/{name}") for name in names]
     for phase in recipe.phases:
         updates += phase.steps
         command = ["-m", "pretrain", "train", file, f"train.stop_at={updates}"]
         if profile.signal not in ("USR1", "TERM"):
             command.append(f"guard.save_signals=[SIGTERM,SIGINT,SIG{profile.signal}]")
-        stage = []
-        if profile.stage_shards_to:
-            local = f"{profile.stage_shards_to}/{recipe.name}"
-            stage = [(f"{recipe.work_dir}/shards/{phase.shards}", f"{local}/{phase.shards}")]
+        if stage:
             command.append(f"train.shards_dir={local}")
         steps = [Step(f"training, phase {phase.name}", *_start(command, profile, per_node))]
         if profile.preflight:
@@ -114,6 +116,8 @@ def build_chain(recipe: Recipe, recipe_file: Path, profile: Profile) -> list[Job
                 steps,
                 True,
                 stage,
+                # With more of it a finished job has work again. Its steps stand in its command.
+                f"{recipe.train.max_minutes:g} minutes" if recipe.train.max_minutes else "",
             )
         )
     last = [("export", ["-m", "pretrain", "export", recipe.work_dir, f"{recipe.work_dir}/hf"])]

@@ -272,6 +272,8 @@ def test_what_was_made_of_something_else_is_made_again(recipe, profile, tmp_path
     assert todo("train.eval_every=7")[1] == []
     # Trained for longer: the model is exported and scored again, though those commands are the same.
     assert todo("phases.1.steps=20")[1] == ["train-two", "export", "evaluate"]
+    # Or for more minutes; what is up to then is the trainer's to say.
+    assert todo("train.max_minutes=5")[1] == ["train-one", "train-two", "export", "evaluate"]
     assert todo("vocab.size=999")[1] == names
     assert todo("sources=[{kind: text, path: other}]")[1] == names
     # So are shards whose rows keep as many predictions as the masking rates need, or hold masks.

@@ -101,18 +101,27 @@ def cancelled_by_a_person_stays_cancelled(run: Run) -> None:
 
 
 def shards_are_copied_to_each_node_once(run: Run) -> None:
-    shards, local = run.work / "shards" / "len128", run.folder / "local"
-    shards.mkdir(parents=True)
-    (shards / "index.json").write_text("one")
-    run.profile |= {"stage_shards_to": str(local), "nodes": 1, "tasks_per_node": 2}
+    """Those of all phases by the first job, from a node that a killed one had left."""
+    shards, local = run.work / "shards", run.folder / "local" / run.recipe["name"]
+    run.recipe["shards"] = {"one": {}, "two": {}}
+    for phase, name in zip(run.recipe["phases"], ("one", "two")):
+        phase["shards"] = name
+        (shards / name).mkdir(parents=True)
+        (shards / name / "index.json").write_text(name)
+    (local / "one.part").mkdir(parents=True)
+    (local / "one.part" / "index.json").write_text("half")
+    run.profile |= {"stage_shards_to": str(local.parent), "nodes": 1, "tasks_per_node": 2}
     run.standin(update_s=0.01).submit()
+    run.wait_state("train-a", "COMPLETED", seconds=200)
+    copies = {name: local / name / "index.json" for name in ("one", "two")}
+    assert {name: copy.read_text() for name, copy in copies.items()} == {n: n for n in copies}
+    made = [copy.stat().st_ino for copy in copies.values()]
     finish(run)
-    copy = local / run.recipe["name"] / "len128" / "index.json"
-    assert copy.read_text() == "one"
-    assert (
-        f"train.shards_dir={copy.parent.parent}"
-        in (run.work / "slurm" / "train-a.sbatch").read_text()
-    )
+    assert [copy.stat().st_ino for copy in copies.values()] == made
+    assert sorted(local.iterdir()) == [copy.parent for copy in copies.values()]
+    for job in ("train-a", "train-b"):
+        script = (run.work / "slurm" / f"{job}.sbatch").read_text()
+        assert f"train.shards_dir={local}" in script
 
 
 def a_rank_that_exits_is_started_again(run: Run) -> None:
