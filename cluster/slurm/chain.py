@@ -51,6 +51,12 @@ def tasks_per_node(profile: Profile) -> int:
     return profile.tasks_per_node or profile.gpus_per_node or 1
 
 
+def local_shards(recipe: Recipe, profile: Profile) -> str:
+    """The node-local folder of a run's shards: its own, as another run of that name has other rows."""
+    run = hashlib.sha256(recipe.work_dir.encode()).hexdigest()[:8]
+    return f"{profile.stage_shards_to}/{recipe.name}-{run}"
+
+
 def build_chain(recipe: Recipe, recipe_file: Path, profile: Profile) -> list[Job]:
     """The jobs in order, each after the one before.
 
@@ -81,7 +87,7 @@ def build_chain(recipe: Recipe, recipe_file: Path, profile: Profile) -> list[Job
             depends_on=data_digest(recipe),
         )
     ]
-    updates, stage, local = 0, [], f"{profile.stage_shards_to}/{recipe.name}"
+    updates, stage, local = 0, [], local_shards(recipe, profile)
     if profile.stage_shards_to:
         # All sets in every job: a run's identity is that of all, held-out rows are of the first one,
         # and a phase that ends by the clock lets the same job go on with the next.

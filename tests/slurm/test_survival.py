@@ -9,10 +9,13 @@ import re
 import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from cluster.nodes import expand
+from cluster.slurm.chain import local_shards
+from configs.schema import Profile, Recipe
 
 from .mini import Cluster, Run, wait_for
 
@@ -102,7 +105,8 @@ def cancelled_by_a_person_stays_cancelled(run: Run) -> None:
 
 def shards_are_copied_to_each_node_once(run: Run) -> None:
     """Those of all phases by the first job, from a node that a killed one had left."""
-    shards, local = run.work / "shards", run.folder / "local" / run.recipe["name"]
+    shards, site = run.work / "shards", Profile(stage_shards_to=str(run.folder / "local"))
+    local = Path(local_shards(Recipe(name=run.recipe["name"], work_dir=str(run.work)), site))
     run.recipe["shards"] = {"one": {}, "two": {}}
     for phase, name in zip(run.recipe["phases"], ("one", "two")):
         phase["shards"] = name
@@ -110,7 +114,7 @@ def shards_are_copied_to_each_node_once(run: Run) -> None:
         (shards / name / "index.json").write_text(name)
     (local / "one.part").mkdir(parents=True)
     (local / "one.part" / "index.json").write_text("half")
-    run.profile |= {"stage_shards_to": str(local.parent), "nodes": 1, "tasks_per_node": 2}
+    run.profile |= {"stage_shards_to": site.stage_shards_to, "nodes": 1, "tasks_per_node": 2}
     run.standin(update_s=0.01).submit()
     run.wait_state("train-a", "COMPLETED", seconds=200)
     copies = {name: local / name / "index.json" for name in ("one", "two")}

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from cluster.slurm.chain import build_chain
+from cluster.slurm.chain import build_chain, local_shards
 from cluster.slurm.render import render
 from cluster.status import progress
 from configs import load_recipe
@@ -37,6 +37,7 @@ class Chain:
         file = self.slurm / "recipe.yaml"
         file.write_text(yaml.safe_dump(to_dict(recipe)))
         site = Profile(tasks_per_node=1, preflight=False, python="note", **profile)
+        self.local = Path(local_shards(recipe, site))
         self.jobs = {j.name: j for j in build_chain(recipe, file, site) if j.trains}
         for job in self.jobs.values():
             script = render(job, recipe, site, self.slurm, run)
@@ -65,9 +66,16 @@ def staging(run: Path) -> tuple[Chain, Path]:
     """A chain of three phases on two sets, and where its copies lie."""
     phases = "phases=[{{shards: len32, name: a, global_batch: 24, steps: 2}}, {}, {}]"
     two, three = (REST.replace("{", f"{{name: {name}, ") for name in "bc")
-    local = run / "a node's disk"
-    chain = Chain(run, phases.format(two, three), stage_shards_to=str(local))
-    return chain, local / "small"
+    chain = Chain(run, phases.format(two, three), stage_shards_to=str(run / "a node's disk"))
+    return chain, chain.local
+
+
+def test_runs_of_one_name_do_not_share_copies(run: Path, tmp_path: Path) -> None:
+    """Each would replace the other's while it trains."""
+    site = Profile(stage_shards_to="/local")
+    recipes = [load_recipe(run / "recipe.yaml", [f"work_dir={w}"]) for w in (run, run, tmp_path)]
+    one, again, other = (local_shards(recipe, site) for recipe in recipes)
+    assert one == again != other
 
 
 def same_files(ours: Path, theirs: Path) -> bool:
