@@ -5,8 +5,8 @@
 prepare   vocabulary and shards from $LAMBERT_DATA (books, encyclopedia: ../shared/data)
 tries     the short runs of both sides (left out by default: the recipe and FINALS came of them)
 finals    the full time, then held-out loss and BLiMP; with --runs of the runs named there
-finetune  the downstream sets: ours, the rival, and ours drawn at random (a side goes on with it as
-          soon as its finals are scored)
+finetune  the downstream sets: the best of the finals of either side, and ours drawn at random (a
+          side goes on with it as soon as its finals are scored)
 report    WORK/report.md
 
 With one card the sides take turns, with two or more they train at the same time on cards of their
@@ -35,7 +35,7 @@ STAGES = ("prepare", "tries", "finals", "finetune", "report")
 def main() -> None:
     options = _parser().parse_args()
     options.until = time.time() + options.limit_s
-    stages = options.stages.split(",")
+    stages = [stage.strip() for stage in options.stages.split(",")]
     unknown = [stage for stage in stages if stage not in STAGES]
     if unknown:
         raise UserError(f"--stages {unknown[0]} is not known", f"known: {', '.join(STAGES)}")
@@ -66,8 +66,8 @@ def main() -> None:
             fine_tune(place, side, best, data, options)
 
     def again(side: str) -> None:
-        if side in finals:
-            then(side, _json(place.work / f"best-{side}.json"))
+        if side in best:
+            then(side, best[side])
 
     for stage in (s for s in stages if s != "finetune" or "finals" not in stages):
         say(f"--- {stage}")
@@ -81,9 +81,29 @@ def main() -> None:
                 place, stage, finals, options.minutes, blimp, options.sample, options.rows, then
             )
         elif stage == "finetune":
+            best = trained(place.work, finals, bool(options.runs))
             place.both(again)
         else:
             say(write_report(place.work))
+
+
+def trained(work: Path, runs: dict[str, dict[str, list[str]]], asked: bool) -> dict[str, str]:
+    """side -> the best run of its finals, of the sides that have one. asked: for `runs`, of which it
+    must then be.
+
+    Raises:
+        UserError: there is none.
+    """
+    files = {side: work / f"best-{side}.json" for side in runs}
+    best = {side: _json(file) for side, file in files.items() if file.is_file()}
+    missing = [side for side in runs if asked and best.get(side) not in runs[side]]
+    if missing or not best:
+        of = ", ".join(name for side in missing or runs for name in runs[side])
+        raise UserError(
+            f"the last finals in {work} had no run of {of}",
+            "train and score them first: --stages finals,finetune",
+        )
+    return best
 
 
 def fine_tune(
@@ -98,7 +118,7 @@ def fine_tune(
     place.command(
         f"finetune-{side}",
         *("-m", "bench.five_minute_finetune", *models, "--data", str(data)),
-        *("--out", str(place.work / "finetune"), "--cards", ",".join(cards)),
+        *("--out", str(place.work / best / "finetune"), "--cards", ",".join(cards)),
         *("--workers", str(options.workers * len(cards)), "--until", str(options.until)),
         *(["--quick"] if options.quick else []),
     )

@@ -183,16 +183,16 @@ def _best(found: dict[float, dict[int, float]], among: Iterable[float]) -> float
     return max(sorted(among), key=lambda rate: found.get(rate, {}).get(1, -math.inf))
 
 
-def collect(out: Path) -> dict[str, dict[str, Any]]:
+def collect(*outs: Path) -> dict[str, dict[str, Any]]:
     """model -> task -> {mean, spread, seeds, rate}, in percent, and `mean` over the tasks that all
-    pretrained models have (random weights only if they have them, too).
+    pretrained models have (random weights only if they have them, too). outs: of `run_jobs`.
 
     The rate is the model's best of the first seed, among those that all pretrained models have
     finished (of a long set the one it was trained at); the seeds are those that all of these have
     at theirs.
     """
     found: dict[str, dict[str, dict[float, dict[int, float]]]] = {}
-    for folder in sorted(out.glob("*/*")):
+    for folder in (folder for out in outs for folder in sorted(out.glob("*/*"))):
         if scores := _scores(folder):
             found.setdefault(folder.parent.name, {})[folder.name] = scores
     result: dict[str, dict[str, Any]] = {}

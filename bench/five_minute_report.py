@@ -8,6 +8,7 @@ from typing import Any
 
 from bench.five_minute_finetune import LONG, LONG_EPOCHS, TASKS, collect
 from bench.five_minute_tries import SIDES
+from configs import UserError
 from configs.files import read_json
 from configs.log import read_log
 from configs.phases import updates_made
@@ -16,7 +17,13 @@ from pretrain.optim.budget import CLOCK_STARTS, FREE_UPDATES
 
 
 def write_report(work: Path) -> str:
-    """Writes work/report.md and returns its text; stages that were not run leave no rows."""
+    """Writes work/report.md and returns its text; stages that were not run leave no rows.
+
+    Raises:
+        UserError: there is no such folder.
+    """
+    if not work.is_dir():
+        raise UserError(f"{work}: no such folder", "run the stages before the report first")
     best = {
         side: json.loads(file.read_text(encoding="utf-8"))
         for side in SIDES
@@ -24,7 +31,7 @@ def write_report(work: Path) -> str:
     }
     scores = {side: _json(work / f"finals-{side}.json").get(best[side], {}) for side in best}
     runs = {side: describe(work, name) for side, name in best.items()}
-    downstream = collect(work / "finetune")
+    downstream = collect(*(work / name / "finetune" for name in best.values()))
     lines = ["| | ours | rival | random init |", "| --- | --- | --- | --- |"]
 
     def row(title: str, *cells: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import shutil
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ from pathlib import Path
 
 from bench.five_minute_tries import SIDES
 from configs import UserError, load_recipe, say
+from pretrain.checkpoint.folder import INDEX, latest
 
 RECIPE = "five-minute"
 REPO = Path(__file__).resolve().parent.parent
@@ -96,9 +98,14 @@ class Workplace:
         self.command(
             f"{name}-train", "-m", "pretrain", "train", RECIPE, *settings, timed, card=card
         )
+        newest, made = latest(run / "train"), run / "hf" / "lambert.json"
+        trained = (newest / INDEX).stat().st_mtime_ns if newest else 0
+        if made.is_file() and made.stat().st_mtime_ns < trained:  # it went on, or started anew
+            self.forget(name)
 
     def rival(self, name: str, minutes: float, options: Sequence[str], card: str) -> None:
         """Trains the rival into work/NAME/hf, for the same time."""
+        self.forget(name)
         self.command(
             f"{name}-train",
             *("-m", "bench.five_minute_rival", "--rows", str(self.work / "shards" / "dense")),
@@ -106,6 +113,11 @@ class Workplace:
             *("--seconds", str(60 * minutes), *options, *self.rival_options),
             card=card,
         )
+
+    def forget(self, name: str) -> None:
+        """Removes what was made of a run's earlier weights: its HF folder, its fine-tuned scores."""
+        for made in ("finetune", "hf"):
+            shutil.rmtree(self.work / name / made, ignore_errors=True)
 
     def score(
         self, names: Sequence[str], out: str, card: str, blimp: Path, sample: float, rows: int

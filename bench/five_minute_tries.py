@@ -155,17 +155,21 @@ def named(names: Sequence[str]) -> dict[str, dict[str, list[str]]]:
     """The runs of these names, of each side that has any.
 
     Raises:
-        UserError: a name that is not there.
+        UserError: a name that is not there, or none.
     """
     known = {
         "ours": TRIES["ours"] | TRIES_LATER["ours"] | ABLATIONS | FINALS["ours"],
         "rival": TRIES["rival"] | TRIES_LATER["rival"] | FINALS["rival"],
     }
     runs: dict[str, dict[str, list[str]]] = {}
-    for name in names:
+    for name in filter(None, (name.strip() for name in names)):
         side = next((side for side in SIDES if name in known[side]), "")
         if not side:
             every = ", ".join([*known["ours"], *known["rival"]])
             raise UserError(f"--runs {name} is not known", f"known: {every}")
         runs.setdefault(side, {})[name] = known[side][name]
+    if not runs:
+        raise UserError(
+            "--runs names no run", "leave it out for FINALS of bench/five_minute_tries.py"
+        )
     return runs

@@ -175,12 +175,24 @@ def test_a_failed_command_shows_the_end_of_its_log(tmp_path: Path) -> None:
         place.command("probe", "-c", "import sys; print('lost the way'); sys.exit(3)")
 
 
+def leave_run(work: Path, side: str, name: str) -> Path:
+    """Folder of the best run of a side, trained."""
+    options = {"shape": "512x8", "batch": 256, "lr": 5e-4, "masking": 0.15, "dropout": 0.0}
+    done = {"options": options, "tokens_per_s": 2e6, "seconds": 300.0, "updates": 9000}
+    (work / name / "hf").mkdir(parents=True)
+    (work / name / "hf/rival.json").write_text(json.dumps(done | {"compile_seconds": 9.0}))
+    (work / f"best-{side}.json").write_text(json.dumps(name))
+    return work / name
+
+
 def test_table_takes_the_mean_over_what_all_have(tmp_path: Path) -> None:
     def leave(model: str, task: str, seed: int, rate: float = 1e-4, **best: float) -> None:
-        file = tmp_path / "finetune" / model / task / f"{rate:g}-{seed}" / "results.json"
+        of = folders[model == "rival"]
+        file = of / model / task / f"{rate:g}-{seed}" / "results.json"
         file.parent.mkdir(parents=True)
         file.write_text(json.dumps({"best": best | {"lr": rate}}))
 
+    folders = [leave_run(tmp_path, side, f"a-run-of-{side}") / "finetune" for side in SIDES]
     for model, plus in (("ours", 6.0), ("rival", 0.0)):
         for seed in (1, 2):
             leave(model, "sst-2", seed, accuracy=80 + plus + seed)
@@ -190,7 +202,7 @@ def test_table_takes_the_mean_over_what_all_have(tmp_path: Path) -> None:
     leave("ours", "sst-2", 3, accuracy=99.0)  # nor to this seed
     leave("ours", "rte", 1, accuracy=99.0)  # nor to this task
     leave("random", "mrpc", 1, f1=50.0, accuracy=50.0)
-    table = collect(tmp_path / "finetune")
+    table = collect(*folders)
     assert table["ours"]["sst-2"] == {
         "mean": 87.5,
         "spread": pytest.approx(0.7071, abs=1e-3),
@@ -201,6 +213,9 @@ def test_table_takes_the_mean_over_what_all_have(tmp_path: Path) -> None:
     assert table["ours"]["mean"] - table["rival"]["mean"] == 4.5
     assert "mean" not in table["random"]  # it has one of the two
     assert "| mean of mrpc, sst-2 | 80.25 | 75.75 |" in write_report(tmp_path)
+    leave_run(tmp_path, "ours", "a-later-run")  # better, and not fine-tuned
+    text = write_report(tmp_path)
+    assert "| mean of mrpc, sst-2 |  | 75.75 |  |" in text and "87.5" not in text
     assert score_of("cola", {"matthews": 12.0, "accuracy": 70.0}) == 12.0
 
 
@@ -280,12 +295,8 @@ def test_a_run_by_the_clock_is_described_to_its_last_update(tmp_path: Path) -> N
 @pytest.mark.parametrize("there", [[], ["rival"], ["ours", "rival"]])
 def test_report_of_the_sides_that_have_run(tmp_path: Path, there: list[str]) -> None:
     """A side is a training, its scores and its best run; what is not there leaves no cell."""
-    options = {"shape": "512x8", "batch": 256, "lr": 5e-4, "masking": 0.15, "dropout": 0.0}
-    done = {"options": options, "tokens_per_s": 2e6, "seconds": 300.0, "updates": 9000}
     for side in there:
-        (tmp_path / side / "hf").mkdir(parents=True)
-        (tmp_path / side / "hf/rival.json").write_text(json.dumps(done | {"compile_seconds": 9.0}))
-        (tmp_path / f"best-{side}.json").write_text(json.dumps(side))
+        leave_run(tmp_path, side, side)
         if side == "rival":  # ours is not scored yet
             scores = {side: {"mlm_loss": 2.582, "blimp": 68.1, "device": "a card"}}
             (tmp_path / f"finals-{side}.json").write_text(json.dumps(scores))
@@ -325,6 +336,9 @@ def test_runs_by_name_of_one_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert list(runs) == ["ours"] and named(["rival-512x6"]) == {"rival": FINALS["rival"]}
     with pytest.raises(UserError, match="--runs crops-17 is not known"):
         named(["bf16", "crops-17"])
+    assert list(named(["bf16", " crops-16 ", "", "bf16"])["ours"]) == ["bf16", "crops-16"]
+    with pytest.raises(UserError, match="--runs names no run"):
+        named(["", " "])
     place, commands = Workplace(tmp_path, [""], ["phases.0.steps=7"]), {}
     monkeypatch.setattr(
         place, "command", lambda name, *words, card="": commands.update({name: words})
@@ -342,3 +356,53 @@ def test_runs_by_name_of_one_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     shared = {name: (tmp_path / name / "shards").is_symlink() for name in runs["ours"]}
     assert shared == {"crops-16": False, "bf16": True, "1024x4-late-pairs": False}
     assert set(TASKS) == {"sst-2", "mrpc", "rte", "cola", "sts-b", "rt-polarity", "wnut-17"}
+
+
+def test_what_was_made_of_earlier_weights_goes_when_a_run_is_trained_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or it would be scored, and fine-tuned, by them."""
+    place, updates = Workplace(tmp_path, [""]), [5]
+
+    def command(name: str, *_: str, card: str = "") -> None:
+        checkpoint = tmp_path / f"a/train/checkpoints/step-{updates[-1]:08d}/checkpoint.json"
+        if name == "a-train" and not checkpoint.exists():
+            checkpoint.parent.mkdir(parents=True)
+            checkpoint.write_text("{}")
+
+    def made(name: str) -> list[bool]:
+        return [(tmp_path / name / folder).exists() for folder in ("hf", "finetune")]
+
+    def make(name: str) -> None:
+        for file in ("hf/lambert.json", "finetune/sst-2/1e-4-1/results.json"):
+            (tmp_path / name / file).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name / file).write_text("{}")
+
+    monkeypatch.setattr(place, "command", command)
+    for shared in ("vocab", "shards"):
+        (tmp_path / shared).mkdir()
+    place.ours("a", 0.1, [], "")
+    make("a")
+    place.ours("a", 0.1, [], "")  # nothing to do
+    assert made("a") == [True, True]
+    time.sleep(0.05)  # a clock of files has ticks
+    updates.append(9)
+    place.ours("a", 0.2, [], "")
+    assert made("a") == [False, False]
+    make("b")
+    place.rival("b", 0.1, [], "")  # always from the start
+    assert made("b") == [False, False]
+
+
+def test_only_runs_that_have_finals_are_fine_tuned(tmp_path: Path) -> None:
+    trained, late = five_minute.trained, named(["1024x4-late-pairs"])
+    with pytest.raises(UserError, match="no run of ours-768x6, rival-512x6"):
+        trained(tmp_path, FINALS, False)
+    leave_run(tmp_path, "ours", "bf16")
+    assert trained(tmp_path, FINALS, False) == {"ours": "bf16"}  # the best, whichever it was
+    assert trained(tmp_path, named(["bf16", "crops-16"]), True) == {"ours": "bf16"}
+    for asked in (late, named(["bf16", "640x5-lr-1e-3"])):
+        with pytest.raises(UserError, match=r"no run of (1024x4-late-pairs|640x5-lr-1e-3)\n"):
+            trained(tmp_path, asked, True)
+    with pytest.raises(UserError, match="no such folder"):
+        write_report(tmp_path / "nowhere")
