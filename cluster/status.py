@@ -164,7 +164,7 @@ def progress(folder: Path) -> list[str]:
     goal = min(goals, key=lambda goal: goal.left, default=None)
     lines = [f"training: update {f'{goal.count} ({goal.share})' if goal else f'{step}/?'}"]
     lines[0] += (
-        f", loss {last['loss']:.4f}, lr {last.get('lr', 0):.3g}, {last['tokens_per_s']:,.0f} tokens/s"
+        f", loss {last['loss']:.4f}, lr {last.get('lr', 0):.3g}, {last.get('tokens_per_s', 0):,.0f} tokens/s"
     )
     if goal and 0 < goal.left < math.inf:
         lines[0] += f", ETA {duration(goal.left)} of running"

@@ -7,6 +7,7 @@ what is no record, so that a log never stops a training or a report of it.
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -51,4 +52,10 @@ def _record(line: bytes) -> dict[str, Any] | None:
     if line[-1:] != b"\n":  # whole by chance: the rest of its last number may be missing
         return None
     texts = {k: v for k, v in record.items() if isinstance(v, str)}
-    return record | {k: _NOT_JSON[v] for k, v in texts.items() if v in _NOT_JSON}
+    record |= {k: _NOT_JSON[v] for k, v in texts.items() if v in _NOT_JSON}
+    kind = record.get("kind", "train")
+    figures = {k: v for k, v in record.items() if k == "time" or (kind == "train" and k != "kind")}
+    numbers = all(isinstance(v, int | float) for v in figures.values())
+    if not isinstance(kind, str) or not numbers or not math.isfinite(record.get("time", 0.0)):
+        return None
+    return record

@@ -67,7 +67,17 @@ def test_a_resumed_run_has_every_update_once(tmp_path) -> None:
 
 @pytest.mark.parametrize(
     "dirt",
-    [b"\xff\xfe\n", b"[1, 2]\n", b"7\n", b'{"kind": "train"}\n', b'{"step": "x"}\n', b"\0\n"],
+    [b"\xff\xfe\n", b"[1, 2]\n", b"7\n", b'{"kind": "train"}\n', b'{"step": "x"}\n', b"\0\n"]
+    + [
+        b'{"kind": "train", "step": 3, "time": 1.0, %s}\n' % odd
+        for odd in (b'"loss": "x"', b'"lr": null', b'"spent_s": [1]')
+    ]
+    + [
+        b'{"step": 3, "seconds": {}}\n',
+        b'{"kind": ["train"], "step": 3}\n',
+        b'{"kind": "eval", "step": 3, "time": "x"}\n',
+    ]
+    + [b'{"kind": "event", "step": 3, "time": "nan"}\n'],
 )
 def test_lines_that_are_no_records_stop_nobody(tmp_path, dirt: bytes) -> None:
     train(tmp_path, 1, 10)
