@@ -74,7 +74,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
 
 
 def check_ranges(config: Any, key: str = "", pattern: str = "") -> None:
-    """Walks a recipe; UserError names the first number outside its bounds (NaN is outside)."""
+    """Walks a recipe; UserError names the first number outside its bounds (NaN and inf are outside)."""
     if is_dataclass(config):
         items = [(f.name, f.name, getattr(config, f.name)) for f in fields(config)]
     elif isinstance(config, list):
@@ -83,9 +83,10 @@ def check_ranges(config: Any, key: str = "", pattern: str = "") -> None:
         items = [(name, "*", value) for name, value in config.items()]
     else:
         low, high = BOUNDS.get(pattern, (-_ANY, _ANY))
-        if pattern in BOUNDS and config is not None and not low <= config <= high:
-            ends = f"{low:g} or more" if high == _ANY else f"from {low:g} to {high:g}"
-            raise UserError(f"{key}={config} is out of range", f"give a number {ends}")
+        known = pattern in BOUNDS and config is not None
+        if known and (not low <= config <= high or config == _ANY):
+            ends = f"of {low:g} or more" if high == _ANY else f"from {low:g} to {high:g}"
+            raise UserError(f"{key}={config} is out of range", f"give a finite number {ends}")
         return
     for name, general, value in items:
         dot = "." if key else ""

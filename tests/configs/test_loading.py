@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import fields, is_dataclass
@@ -15,6 +16,7 @@ from configs import Recipe, UserError, load_profile, load_recipe
 from configs.errors import run_cli
 from configs.loading import to_dict
 from configs.model import PRESETS, ModelConfig, padded_vocab, parameter_count, resolve_model
+from configs.ranges import BOUNDS
 
 SHIPPED = sorted((Path(__file__).parents[2] / "configs" / "recipes").glob("*.yaml"))
 
@@ -53,6 +55,15 @@ def test_a_wrong_override_is_named_with_its_remedy(override, words):
         load_recipe("demo", [override])
     for word in words:
         assert word in str(error.value)
+
+
+@pytest.mark.parametrize("value", [".inf", "-.inf", ".nan", "1e400"])
+@pytest.mark.parametrize("pattern", BOUNDS)
+def test_numbers_are_finite(pattern, value):
+    """At an infinite train.max_minutes, say, the rate would never leave its start."""
+    key = pattern.replace("shards.*", "shards.len128").replace("*", "0")
+    with pytest.raises(UserError, match=re.escape(key)):
+        load_recipe("demo", [f"{key}={value}"])
 
 
 def test_a_list_entry_is_overridden_alone():
