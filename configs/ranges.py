@@ -5,6 +5,7 @@ What depends on another key, on the shards or on the machine is checked by the r
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -74,7 +75,8 @@ BOUNDS: dict[str, tuple[float, float]] = {
 
 
 def check_ranges(config: Any, key: str = "", pattern: str = "") -> None:
-    """Walks a recipe; UserError names the first number outside its bounds (NaN and inf are outside)."""
+    """Walks a recipe; UserError names the first number outside its bounds, as NaN and infinity
+    always are."""
     if is_dataclass(config):
         items = [(f.name, f.name, getattr(config, f.name)) for f in fields(config)]
     elif isinstance(config, list):
@@ -83,10 +85,11 @@ def check_ranges(config: Any, key: str = "", pattern: str = "") -> None:
         items = [(name, "*", value) for name, value in config.items()]
     else:
         low, high = BOUNDS.get(pattern, (-_ANY, _ANY))
-        known = pattern in BOUNDS and config is not None
-        if known and (not low <= config <= high or config == _ANY):
-            ends = f"of {low:g} or more" if high == _ANY else f"from {low:g} to {high:g}"
-            raise UserError(f"{key}={config} is out of range", f"give a finite number {ends}")
+        odd = pattern in BOUNDS and config is not None and not low <= config <= high
+        if odd or (isinstance(config, float) and not math.isfinite(config)):
+            ends = f" of {low:g} or more" if high == _ANY else f" from {low:g} to {high:g}"
+            ends = ends if pattern in BOUNDS else ""
+            raise UserError(f"{key}={config} is out of range", f"give a finite number{ends}")
         return
     for name, general, value in items:
         dot = "." if key else ""
