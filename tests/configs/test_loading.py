@@ -46,6 +46,9 @@ def test_a_text_is_emptied_by_an_override():
         ("train.precision", ["train.precision", "key=value"]),
         ("--tp=2", ["--tp=2", "key=value"]),
         ("phases.0.shards=len64", ["len64", "len128"]),
+        ("masking.probability=1.5", ["masking.probability=1.5", "to 1"]),
+        ("masking.replace_random=-0.1", ["masking.replace_random", "from 0 to 1"]),
+        ("masking.span_p=0", ["masking.span_p"]),
         ("name=[", ["name=["]),
     ],
 )
