@@ -269,8 +269,9 @@ def _decides(recipe: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:
     # A checkpoint of before those keys was trained at masking.probability, by steps.
     new = {"mask_probability": 0.0, "until": 0.0}
     kept["phases"] = [{**new, **phase} for phase in kept["phases"] or []]
-    train = {"nsp_weight": 1.0, **(recipe.get("train") or {})}
-    of_train = {f"train.{key}": train.get(key) for key in ("precision", "nsp_weight")}
+    train = {"nsp_weight": 1.0, "max_minutes": 0.0, **(recipe.get("train") or {})}
+    keys = ("precision", "nsp_weight", "max_minutes")  # the rates follow the time
+    of_train = {f"train.{key}": train.get(key) for key in keys}
     return {**kept, "model": model, **of_train}
 
 

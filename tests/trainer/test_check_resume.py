@@ -54,6 +54,7 @@ def test_changes_of_the_recipe_are_told(run):
         "model.hidden_dropout=0.2": "model.hidden_dropout: 0.1 there, 0.2 now",
         "train.precision=bf16": "train.precision: fp32 there, bf16 now",
         "train.nsp_weight=0.1": "train.nsp_weight: 1.0 there, 0.1 now",
+        "train.max_minutes=9": "train.max_minutes: 0.0 there, 9.0 now",
         "phases.1.schedule.lr=0.005": "phases.1.schedule.lr: 0.004 there, 0.005 now",
         "phases.1.mask_probability=0.1": "phases.1.mask_probability: 0.0 there, 0.1 now",
     }
@@ -65,15 +66,16 @@ def test_changes_of_the_recipe_are_told(run):
 
 def test_a_checkpoint_of_before_some_keys_was_trained_without(run):
     recipe = checks.to_dict(plan(run).recipe)
-    del recipe["train"]["nsp_weight"]
+    del recipe["train"]["nsp_weight"], recipe["train"]["max_minutes"]
     for phase in recipe["phases"]:
         del phase["mask_probability"], phase["until"]
     checkpoint(run, recipe=recipe)
     assert not plan(run).warnings
     (warning,) = plan(run, "phases.0.mask_probability=0.1").warnings
     assert warning.endswith(": phases.0.mask_probability: 0.0 there, 0.1 now")
-    (warning,) = plan(run, "phases.0.until=0.5", "train.max_minutes=1").warnings
-    assert warning.endswith(": phases.0.until: 0.0 there, 0.5 now")
+    until, minutes = plan(run, "phases.0.until=0.5", "train.max_minutes=1").warnings
+    assert until.endswith(": phases.0.until: 0.0 there, 0.5 now")
+    assert minutes.endswith(": train.max_minutes: 0.0 there, 1.0 now")
 
 
 def test_missing_moments_and_missing_schedule_state_stop_the_run(run):
