@@ -16,10 +16,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from configs.errors import UserError
-from configs.masking import check_rate
-from configs.phases import check_shares
 from configs.ranges import check_ranges
 from configs.schema import Profile, Recipe, ShardsConfig
+from configs.together import check_together
 
 T = TypeVar("T")
 HERE = Path(__file__).parent
@@ -38,16 +37,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         recipe.work_dir = f"runs/{recipe.name}"
     recipe.shards = recipe.shards or {"len128": ShardsConfig()}
     check_ranges(recipe)
-    for position, phase in enumerate(recipe.phases):
-        if phase.shards not in recipe.shards:
-            raise UserError(
-                f"phases[{position}].shards={phase.shards} is not a set under `shards`",
-                f"known sets: {', '.join(recipe.shards)}",
-            )
-        shards = recipe.shards[phase.shards]
-        cap = shards.mask_cap or shards.max_length  # 0: follows the rates
-        check_rate(position, phase, shards.max_length, cap, shards.static_masks)
-    check_shares(recipe)
+    check_together(recipe)
     return recipe
 
 

@@ -49,3 +49,12 @@ def check_rate(number: int, phase: PhaseConfig, max_length: int, cap: int, stati
             f"lower it, or build the set anew with {shards}.mask_cap={wanted} (0 = what the highest "
             "rate needs)",
         )
+
+
+def check_masking(config: MaskingConfig) -> None:
+    """Raises UserError: what is put in place of a masked token comes to more than all of them."""
+    if (total := config.replace_mask + config.replace_random) > 1 + 1e-9:
+        raise UserError(
+            f"masking.replace_mask + masking.replace_random = {total:g}",
+            "both are shares and leave the rest unchanged: 0.8 and 0.1 as published",
+        )

@@ -1,12 +1,14 @@
-"""Where phases end: after their steps, or before, at a share of the time (phases.N.until)."""
+"""Where phases end: after their steps, or before, at a share of the time (phases.N.until). And whether
+their schedules can be followed."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from configs.errors import UserError
-from configs.schema import PhaseConfig, Recipe
+from configs.schema import PhaseConfig, Recipe, ScheduleConfig
 
 
 def phase_ends(phases: Sequence[PhaseConfig], ended: Sequence[int] = ()) -> list[int]:
@@ -57,3 +59,18 @@ def check_shares(recipe: Recipe) -> None:
                 "let the shares rise from phase to phase: each counts from the training's start",
             )
         before, where = phase.until, key
+
+
+def check_schedule(schedule: ScheduleConfig, steps: int, where: str) -> None:
+    """Raises UserError, naming `where`, for a schedule that cannot be followed."""
+    if not 0 <= schedule.warmup <= max(steps, 1):
+        raise UserError(
+            f"{where}.warmup={schedule.warmup:g} does not fit into {steps} steps",
+            "below 1 it is a share of the steps, otherwise a number of steps",
+        )
+    finite = math.isfinite(schedule.lr + schedule.end_lr + schedule.power)
+    if not finite or not (schedule.lr > 0 and schedule.end_lr >= 0 and schedule.power > 0):
+        raise UserError(
+            f"{where}: lr={schedule.lr:g}, end_lr={schedule.end_lr:g}, power={schedule.power:g}",
+            "finite numbers: lr and power positive, end_lr 0 or more",
+        )

@@ -1,4 +1,5 @@
-"""The bounds of a recipe's numbers: a value outside is named before anything is imported or made.
+"""The bounds of a recipe's numbers, and the words some keys may have: a value outside is named before
+anything is imported or made.
 
 What depends on another key, on the shards or on the machine is checked by the room that reads it.
 """
@@ -79,9 +80,21 @@ BOUNDS: dict[str, tuple[float, float]] = {
 }
 
 
+# Keys below their section -> the words they may have, of those that the training reads: it comes after
+# hours of queueing and the preparation of the data.
+CHOICES: dict[str, tuple[str, ...]] = {
+    "masking.kind": ("token", "whole-word", "span"),
+    "optimizer.implementation": ("lambert", "deepspeed", "apex", "reference"),
+    "parallel.engine": ("auto", "deepspeed", "lean"),
+    "phases.*.schedule.kind": ("poly", "linear", "cosine", "constant"),
+    "train.kernels": ("auto", "plain"),
+    "train.precision": ("fp32", "bf16", "fp16", "fp8"),
+}
+
+
 def check_ranges(config: Any, key: str = "", pattern: str = "") -> None:
-    """Walks a recipe; UserError names the first number outside its bounds, as NaN and infinity
-    always are."""
+    """Walks a recipe; UserError names the first number outside its bounds or not finite, or the first
+    word that is not known."""
     if is_dataclass(config):
         items = [(f.name, f.name, getattr(config, f.name)) for f in fields(config)]
     elif isinstance(config, list):
@@ -95,6 +108,9 @@ def check_ranges(config: Any, key: str = "", pattern: str = "") -> None:
             ends = f" of {low:g} or more" if high == _ANY else f" from {low:g} to {high:g}"
             ends = ends if pattern in BOUNDS else ""
             raise UserError(f"{key}={config} is out of range", f"give a finite number{ends}")
+        words = CHOICES.get(pattern, (config,))
+        if config not in words:
+            raise UserError(f"{key}={config} is not known", f"known: {', '.join(words)}")
         return
     for name, general, value in items:
         dot = "." if key else ""

@@ -104,8 +104,6 @@ def _check_recipe(recipe: Recipe, world: int) -> None:
             "checkpoint.resume=false: a requeued job and the next phase's would start anew",
             "leave it true, and give a new training a work_dir of its own",
         )
-    if parallel.zero_stage not in (0, 1, 2):
-        raise UserError(f"parallel.zero_stage={parallel.zero_stage}", "use 0, 1 or 2")
     model = resolve_model(recipe.model, recipe.vocab.size)
     for key, value in (
         ("num_heads", model.num_heads),

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from configs.errors import UserError
 from configs.schema import MaskingConfig
 from data_prep.shards import Shards, ragged_index
 from pretrain.data.counter import (
@@ -33,7 +32,6 @@ from pretrain.data.counter import (
     token_numbers,
 )
 
-KINDS = ("token", "whole-word", "span")
 _CHUNK = 1 << 16  # tokens drawn at once: their arrays stay in a core's cache
 
 
@@ -66,7 +64,6 @@ class Masker:
     """
 
     def __init__(self, config: MaskingConfig, shards: Shards, seed: int, phase: int) -> None:
-        check_masking(config)
         self.config, self.seed, self.phase = config, seed, phase
         self.cap, self.max_length = shards.mask_cap, shards.max_length
         special = {int(i) for i in shards.special_ids.values()}
@@ -210,22 +207,3 @@ class Masker:
             covered = np.where(length[:-step] > step, words[:-step], np.uint32(MASK))
             np.minimum(best[step:], covered, out=best[step:])
         return best[np.cumsum(starts) - 1]
-
-
-def check_masking(config: MaskingConfig) -> None:
-    """Raises UserError for a kind or for probabilities that cannot be."""
-    if config.kind not in KINDS:
-        raise UserError(f"masking.kind={config.kind} is not known", f"known: {', '.join(KINDS)}")
-    if not 0 < config.probability <= 1:
-        raise UserError(f"masking.probability={config.probability}", "a share in (0, 1], e.g. 0.15")
-    shares = (config.replace_mask, config.replace_random)
-    if min(shares) < 0 or sum(shares) > 1 + 1e-9:
-        raise UserError(
-            f"masking.replace_mask + masking.replace_random = {sum(shares):g}",
-            "both are shares and leave the rest unchanged: 0.8 and 0.1 as published",
-        )
-    if not 0 < config.span_p < 1 or config.span_max < 1:
-        raise UserError(
-            f"masking.span_p={config.span_p}, masking.span_max={config.span_max}",
-            "span_p in (0, 1), span_max at least 1; 0.2 and 10 as published",
-        )

@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import math
 
-from configs.errors import UserError
-from configs.schema import PhaseConfig, ScheduleConfig
-
-KINDS = ("poly", "linear", "cosine", "constant")
+from configs.schema import PhaseConfig
 
 
 def warmup_steps(phase: PhaseConfig) -> int:
@@ -38,20 +35,3 @@ def lr_at(phase: PhaseConfig, step: float) -> float:
     else:
         share = (1 - done) ** (schedule.power if schedule.kind == "poly" else 1.0)
     return schedule.lr * share + schedule.end_lr * (1 - share)
-
-
-def check_schedule(schedule: ScheduleConfig, steps: int, where: str) -> None:
-    """Raises UserError, naming `where`, for a schedule that cannot be followed."""
-    if schedule.kind not in KINDS:
-        raise UserError(f"{where}.kind={schedule.kind} is not known", f"known: {', '.join(KINDS)}")
-    if not 0 <= schedule.warmup <= max(steps, 1):
-        raise UserError(
-            f"{where}.warmup={schedule.warmup:g} does not fit into {steps} steps",
-            "below 1 it is a share of the steps, otherwise a number of steps",
-        )
-    finite = math.isfinite(schedule.lr + schedule.end_lr + schedule.power)
-    if not finite or not (schedule.lr > 0 and schedule.end_lr >= 0 and schedule.power > 0):
-        raise UserError(
-            f"{where}: lr={schedule.lr:g}, end_lr={schedule.end_lr:g}, power={schedule.power:g}",
-            "finite numbers: lr and power positive, end_lr 0 or more",
-        )

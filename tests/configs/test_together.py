@@ -1,0 +1,66 @@
+"""Words and combinations of keys that no training could have: every command that reads a recipe
+refuses them, `cluster submit` before anything is queued."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from configs import UserError, load_recipe
+
+SAID = {
+    "train.precision=int8": "train.precision=int8 is not known",
+    "train.kernels=slow": "train.kernels=slow is not known",
+    "parallel.engine=x": "parallel.engine=x is not known",
+    "optimizer.implementation=adamw": "optimizer.implementation=adamw is not known",
+    "masking.kind=words": "masking.kind=words is not known",
+    "phases.0.schedule.kind=step": "phases.0.schedule.kind=step is not known",
+    "phases.0.schedule.warmup=1e9": "phases.0.schedule.warmup=1e.09 does not fit into",
+    "phases.0.schedule.lr=0": "phases.0.schedule: lr=0",
+    "phases.0.shards=none": "phases.0.shards=none is not a set",
+    "phases=[]": "phases is empty",
+    "masking.replace_mask=0.95": "masking.replace_mask . masking.replace_random = 1.05",
+    "masking.probability=0": "masking.probability=0.0 is out of range",
+    "masking.span_p=1": "masking.span_p=1.0 is out of range",
+    "parallel.zero_stage=3": "parallel.zero_stage=3 would cut tensors",
+    "parallel.zero_stage=4": "parallel.zero_stage=4 is not a stage",
+    "parallel.sequence_parallel=true": "parallel.sequence_parallel=true has no meaning",
+}
+
+
+@pytest.mark.parametrize("override", SAID)
+def test_a_recipe_that_contradicts_itself_is_refused_when_it_is_loaded(override: str) -> None:
+    with pytest.raises(UserError, match=SAID[override]):
+        load_recipe("demo", [override])
+
+
+@pytest.mark.parametrize(
+    "overrides, said",
+    [
+        (["parallel.engine=deepspeed", "parallel.zero_stage=0"], "accumulate in low precision"),
+        (["parallel.tp=3", "parallel.sequence_parallel=true"], "cannot share out tokens evenly"),
+        (["optimizer.trust_ratio_min=2", "optimizer.trust_ratio_max=1"], "is above"),
+    ],
+)
+def test_keys_that_contradict_one_another(overrides: list[str], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        load_recipe("demo", overrides)
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["data_prep build", "cluster submit --dry-run --profile gpu-srun", "cluster plan --gpus 8"],
+)
+def test_commands_before_the_training_refuse_it_too(
+    command: str, repo: Path, tmp_path: Path
+) -> None:
+    module, *words = command.split()
+    line = [sys.executable, "-m", module, *words, "demo", f"work_dir={tmp_path / 'run'}"]
+    done = subprocess.run(
+        [*line, "train.precision=int8"], capture_output=True, text=True, cwd=repo, timeout=120
+    )
+    assert done.returncode == 2 and "train.precision=int8 is not known" in done.stderr
+    assert not (tmp_path / "run").exists()
