@@ -202,8 +202,8 @@ class TrainConfig:
     # stretched over all of them, and the last one's `steps` only bound its updates, as do those of
     # a phase with `until`. 0 = no limit.
     max_minutes: float = 0.0
-    # Of the NSP (or SOP) loss beside the MLM loss, whose mean is over many more terms: at 1 the
-    # pairs' gradient is the noisier one.
+    # Of the NSP (or SOP) loss beside the MLM loss. At 1, as published, a pair counts as much as all
+    # masked tokens of a row.
     nsp_weight: float = 1.0
     # Start the MLM bias at the log frequencies of the training rows' tokens (2212.09686): otherwise
     # the first updates teach them to the hidden states, all in one direction.
