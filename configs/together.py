@@ -28,8 +28,6 @@ def check_together(recipe: Recipe) -> None:
 
 
 def _check_phases(recipe: Recipe) -> None:
-    if not recipe.phases:
-        raise UserError("phases is empty", "give at least one phase")
     for number, phase in enumerate(recipe.phases):
         if phase.shards not in recipe.shards:
             raise UserError(

@@ -104,6 +104,8 @@ def check(recipe: Recipe, env: Mapping[str, str]) -> Plan:
         UserError: the recipe cannot be trained here; names keys and numbers.
     """
     world, rank = int(env["WORLD_SIZE"]), int(env["RANK"])
+    if not recipe.phases:
+        raise UserError("phases is empty", "give at least one phase")
     StopSignals(recipe.guard.save_signals)  # refuses what is none
     check_layout(recipe, world)
     cards = _cards()

@@ -21,7 +21,6 @@ SAID = {
     "phases.0.schedule.warmup=1e9": "phases.0.schedule.warmup=1e.09 does not fit into",
     "phases.0.schedule.lr=0": "phases.0.schedule: lr=0",
     "phases.0.shards=none": "phases.0.shards=none is not a set",
-    "phases=[]": "phases is empty",
     "masking.replace_mask=0.95": "masking.replace_mask . masking.replace_random = 1.05",
     "masking.probability=0": "masking.probability=0.0 is out of range",
     "masking.span_p=1": "masking.span_p=1.0 is out of range",

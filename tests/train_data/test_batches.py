@@ -213,8 +213,6 @@ def test_a_mistake_is_refused_before_any_row_is_read(shards) -> None:
         batches(shards, global_batch=2, dp=4)
     with pytest.raises(UserError, match="micro_batch_tokens=64"):
         batches(shards, budget=64)
-    with pytest.raises(UserError, match="masking.kind"):
-        batches(shards, kind="word")
 
 
 def test_a_damaged_part_is_reported_when_its_batch_is_asked_for(tmp_path) -> None:

@@ -8,6 +8,7 @@ from zlib import crc32
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 
 from configs.loading import to_dict
 from configs.schema import OptimizerConfig, Recipe
@@ -269,6 +270,8 @@ def run_world(jobs: list[tuple[str, list[Layout], tuple]]) -> list[dict[str, obj
 
     A layout smaller than the world runs in a part of it, beside others of its size.
     """
+    # DeepSpeed takes fp16 only on CPUs that multiply in it (AVX512-FP16); torch does on all, slowly.
+    get_accelerator().is_fp16_supported = lambda: True
     shapes = sorted({(x.tp, x.dp) for _, layouts, _ in jobs for x in layouts})
     made = {shape: make_groups(*shape) for shape in shapes}
     rank, world = dist.get_rank(), dist.get_world_size()
