@@ -141,6 +141,12 @@ ABLATIONS: dict[str, list[str]] = {
     "1024x4-late-pairs-dropout": [
         *(*_LATE_PAIRS, "model.hidden_dropout=0.05", "model.attention_dropout=0.05"),
     ],
+    "1024x4-early-pairs": [
+        *(*_WIDE, _MORE_SHORT, _set("few", 0.97, 0.75)),
+        _falling_masks("steps: 30000, until: 0.66", then="few"),
+        "train.nsp_weight=0.3",
+        *("model.hidden_dropout=0.05", "model.attention_dropout=0.05"),
+    ],
 }
 # The runs of the full time: the recipe, and the rival's settings with the best held-out loss and BLiMP.
 FINALS: dict[str, dict[str, list[str]]] = {

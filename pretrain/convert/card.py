@@ -34,6 +34,15 @@ def last_scores(log: Path, step: int) -> dict[str, dict[str, Any]]:
     return {r["kind"]: r for r in upto if r.get("kind") in ("train", "eval")}
 
 
+def _by_train(recipe: Mapping[str, Any], nsp_head: bool) -> str:
+    """What `train` of the recipe says of the training beyond its updates; "" where nothing."""
+    train = recipe.get("train", {})
+    minutes, weight = train.get("max_minutes") or 0, train.get("nsp_weight", 1.0)
+    return (f" Time limit: {minutes:g} minutes." if minutes else "") + (
+        f" Weight of the next-sentence loss: {weight:g}." if nsp_head and weight != 1 else ""
+    )
+
+
 def model_card(
     config: ModelConfig,
     meta: Mapping[str, Any],
@@ -74,7 +83,12 @@ def model_card(
         lines.append(f"- {label} ({source.get('kind')}, weight {source.get('weight', 1.0):g})")
     if not recipe.get("sources"):
         lines.append("Not recorded: the weights were imported from another layout.")
-    lines += ["", "## Training", "", f"Update {meta.get('step', 0)}."]
+    lines += [
+        "",
+        "## Training",
+        "",
+        f"Update {meta.get('step', 0)}.{_by_train(recipe, config.nsp_head)}",
+    ]
     for phase, made in zip(recipe.get("phases", []), updates_made(meta)):
         schedule, rate = phase.get("schedule", {}), phase.get("mask_probability")
         of = "" if made == phase.get("steps") else f" of {phase.get('steps')}"

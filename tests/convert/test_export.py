@@ -378,6 +378,12 @@ def test_card_tells_data_recipe_scores_and_commit(tmp_path: Path) -> None:
     meta = {"step": 5, "recipe": recipe, "state": {"phase_ends": [3]}}
     card = model_card(config, meta, scores, "abc123")
     assert all(f"p{n}: {made} of 5 updates of" in card for n, made in ((1, 3), (2, 2), (3, 0)))
+    assert "Time limit" not in card and "Weight of the next" not in card
+    recipe["train"] = {"max_minutes": 5.0, "nsp_weight": 0.3}
+    card = model_card(config, meta, scores, "abc123")
+    assert "Update 5. Time limit: 5 minutes. Weight of the next-sentence loss: 0.3.\n" in card
+    config.nsp_head = False
+    assert "Weight of the next" not in model_card(config, meta, scores, "abc123")
 
 
 def test_command_says_what_is_wrong_and_exits_with_2(tmp_path: Path, repo: Path) -> None:
