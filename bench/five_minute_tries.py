@@ -147,6 +147,12 @@ ABLATIONS: dict[str, list[str]] = {
         "train.nsp_weight=0.3",
         *("model.hidden_dropout=0.05", "model.attention_dropout=0.05"),
     ],
+    "1024x4-light-pairs": [
+        *(*_WIDE, _MORE_SHORT),
+        _falling_masks("steps: 30000, until: 0.66"),
+        "train.nsp_weight=0.1",
+        *("model.hidden_dropout=0.05", "model.attention_dropout=0.05"),
+    ],
 }
 # The runs of the full time: the recipe, and the rival's settings with the best held-out loss and BLiMP.
 FINALS: dict[str, dict[str, list[str]]] = {
