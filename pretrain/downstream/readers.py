@@ -284,6 +284,8 @@ def read_splits(
     """
     if task.name == "rt-polarity" and data and Path(data).is_dir() and not any(files.values()):
         return read_polarity(Path(data))
+    if Path(data).is_file():
+        raise UserError(f"{data}: a file, not a folder", "pass it as --train, and another as --dev")
     if data and not Path(data).is_dir() and (data.startswith((".", "/")) or data.count("/") > 1):
         raise UserError(f"{data}: no such folder", "name a folder, or a hub data set as owner/name")
     found = {split: Path(file) for split, file in files.items() if file}

@@ -285,6 +285,9 @@ def test_missing_folders_files_and_tasks_are_named(tmp_path: Path) -> None:
         read_splits(TASKS["rte"], str(tmp_path / "nowhere"), {}, False)
     with pytest.raises(UserError, match=r"no train file \(train\.\*\)"):
         read_splits(TASKS["rte"], str(tmp_path), {}, False)
+    (tmp_path / "own.csv").write_text("text,label\nfine,pos\n")
+    with pytest.raises(UserError, match=r"own\.csv: a file, not a folder"):
+        read_splits(TASKS["classify"], str(tmp_path / "own.csv"), {}, False)
     with pytest.raises(UserError, match="did you mean sst-2"):
         find_task("sst-3")
 
