@@ -110,6 +110,7 @@ def _set(name: str, single_prob: float, short_seq_prob: float) -> str:
 
 
 _WIDE = [_CROPS, *_shape(1024, 4)]
+_LIGHT_DROPOUT = ["model.hidden_dropout=0.05", "model.attention_dropout=0.05"]
 _LATE_PAIRS = [
     *(*_WIDE, _MORE_SHORT, _set("few", 0.97, 0.75)),
     _falling_masks("steps: 30000, until: 0.66", first="few"),
@@ -138,20 +139,18 @@ ABLATIONS: dict[str, list[str]] = {
         _falling_masks("steps: 12000", then="long", rows=256),
     ],
     "1024x4-late-pairs": _LATE_PAIRS,
-    "1024x4-late-pairs-dropout": [
-        *(*_LATE_PAIRS, "model.hidden_dropout=0.05", "model.attention_dropout=0.05"),
-    ],
+    "1024x4-late-pairs-dropout": [*_LATE_PAIRS, *_LIGHT_DROPOUT],
     "1024x4-early-pairs": [
         *(*_WIDE, _MORE_SHORT, _set("few", 0.97, 0.75)),
         _falling_masks("steps: 30000, until: 0.66", then="few"),
         "train.nsp_weight=0.3",
-        *("model.hidden_dropout=0.05", "model.attention_dropout=0.05"),
+        *_LIGHT_DROPOUT,
     ],
     "1024x4-light-pairs": [
         *(*_WIDE, _MORE_SHORT),
         _falling_masks("steps: 30000, until: 0.66"),
         "train.nsp_weight=0.1",
-        *("model.hidden_dropout=0.05", "model.attention_dropout=0.05"),
+        *_LIGHT_DROPOUT,
     ],
 }
 # The runs of the full time: the recipe, and the rival's settings with the best held-out loss and BLiMP.
