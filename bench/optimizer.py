@@ -1,4 +1,5 @@
-"""Time of an optimiser update: ours against the reference, torch's AdamW and DeepSpeed's FusedLamb.
+"""Time of an optimiser update: ours, and with orthogonal matrices, against the reference, torch's
+AdamW and DeepSpeed's FusedLamb.
 
     python -m bench.optimizer [--preset bert-large] [--repeats N] [--json]
 
@@ -25,16 +26,20 @@ from configs.schema import OptimizerConfig
 from pretrain.kernels import is_fused, select
 from pretrain.kernels.plain import LambTable
 from pretrain.model import build
+from pretrain.optim.lamb import Lamb
 from pretrain.optim.reference import ReferenceLamb
+from pretrain.parallel.groups import SINGLE
+from pretrain.parallel.pieces import Piece
+from pretrain.parallel.slices import Shard, make_slices
 
 Step = Callable[[], Any]
 
 
 def tensors(preset: str, device: torch.device) -> dict[str, tuple[int, ...]]:
-    """Shapes of the model's parameters by name."""
+    """Shapes of the model's tensors by name."""
     config = resolve_model(ModelConfig(preset=preset, vocab_size=h.VOCAB))
-    model, _ = build(config, init=False)
-    return {name: tuple(p.shape) for name, p in model.named_parameters()}
+    _, pieces = build(config, init=False)
+    return {piece.name: piece.shape for piece in pieces}
 
 
 def flat(shapes: dict[str, tuple[int, ...]], device: torch.device) -> tuple[torch.Tensor, dict]:
@@ -71,6 +76,26 @@ def ours(shapes: dict[str, tuple[int, ...]], device: torch.device) -> Step:
         kernels.lamb_apply(param, exp_avg, exp_avg_sq, table, ratios, lr=1e-4, low=low, **options)
 
     return step
+
+
+def orthogonal(shapes: dict[str, tuple[int, ...]], device: torch.device) -> Step:
+    """The whole optimiser of one rank, with the encoder's matrices orthogonalised."""
+    master, weights = flat(shapes, device)
+    grad, _ = flat(shapes, device)
+    pieces, held, at = [], [], 0
+    for name, weight in weights.items():
+        shape, param = shapes[name], torch.nn.Parameter(weight)
+        zero = tuple(0 for _ in shape)
+        decayed = not ("LayerNorm" in name or name.endswith("bias"))
+        pieces.append(Piece(name, param, 0, shape, zero, shape, False, decayed))
+        held.append((param, 0, weight.numel(), at))
+        at += weight.numel()
+    moments = torch.zeros_like(master), torch.zeros_like(master)
+    shard = Shard(master, *moments, make_slices(pieces, held), whole=True)
+    kernels = select("auto", device)
+    lamb = Lamb(pieces, shard, OptimizerConfig(orthogonal_lr=2.0), SINGLE, kernels)
+    low = master.bfloat16() if is_fused(kernels) else None
+    return lambda: lamb.step(grad, 1e-4, low=low)
 
 
 def reference(shapes: dict[str, tuple[int, ...]], device: torch.device) -> Step:
@@ -136,6 +161,7 @@ def main() -> None:
     shapes = tensors(preset, device)
     entrants = {
         "Lambert LAMB": ours,
+        "the same, orthogonal_lr": orthogonal,
         "reference LAMB": reference,
         "torch AdamW (fused)": adamw,
         "DeepSpeed FusedLamb": deepspeed_lamb,
@@ -154,7 +180,7 @@ def main() -> None:
     print(f"{preset}, {count / 1e6:.0f}M parameters, {h.card()}, commit {h.commit()}")
     for name, ms in rows.items():
         rate = f"{42 * count / ms * 1e-9:6.2f} TB/s" if name == "Lambert LAMB" else " " * 11
-        print(f"{name:22s} {ms:9.2f} ms {rate}  {ms / rows['Lambert LAMB']:6.2f} x ours")
+        print(f"{name:24s} {ms:9.2f} ms {rate}  {ms / rows['Lambert LAMB']:6.2f} x ours")
     if options.json:
         h.emit({**h.stamp(), "preset": preset, "parameters": count, "ms": rows})
 

@@ -56,6 +56,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "optimizer.max_grad_norm": (0, _ANY),
     "optimizer.trust_ratio_min": (0, _ANY),
     "optimizer.trust_ratio_max": (0, _ANY),
+    "optimizer.orthogonal_lr": (0, _ANY),
     "phases.*.global_batch": (1, _ANY),
     "phases.*.steps": (1, _ANY),
     "phases.*.until": (0, 0.999),

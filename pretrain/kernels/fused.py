@@ -15,6 +15,7 @@ from pretrain.kernels.triton_linear import (
     summed_linear,
 )
 from pretrain.kernels.triton_loss import linear_cross_entropy
+from pretrain.kernels.triton_matrices import matrix_apply, matrix_momentum, matrix_norms
 from pretrain.kernels.triton_pointwise import (
     bias_dropout_add_norm,
     dropout,
@@ -37,6 +38,9 @@ __all__ = [
     "layer_norm",
     "linear",
     "linear_cross_entropy",
+    "matrix_apply",
+    "matrix_momentum",
+    "matrix_norms",
     "scattered_linear",
     "summed_linear",
 ]

@@ -10,6 +10,9 @@ from pretrain.kernels.fused import (
     lamb_moments,
     layer_norm,
     linear_cross_entropy,
+    matrix_apply,
+    matrix_momentum,
+    matrix_norms,
 )
 from pretrain.kernels.triton_fp8 import (
     forked_linear,
@@ -34,6 +37,9 @@ __all__ = [
     "layer_norm",
     "linear",
     "linear_cross_entropy",
+    "matrix_apply",
+    "matrix_momentum",
+    "matrix_norms",
     "scattered_linear",
     "summed_linear",
 ]

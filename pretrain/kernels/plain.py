@@ -13,6 +13,9 @@ import torch.nn.functional as F
 
 from pretrain.kernels import exchanged
 from pretrain.kernels.hashing import attention_keep, hidden_keep, keep_scale
+from pretrain.kernels.matrices import matrix_apply as matrix_apply
+from pretrain.kernels.matrices import matrix_momentum as matrix_momentum
+from pretrain.kernels.matrices import matrix_norms as matrix_norms
 
 Tensor = torch.Tensor
 

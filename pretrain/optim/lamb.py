@@ -19,6 +19,7 @@ from torch import Tensor
 
 from configs.schema import OptimizerConfig
 from pretrain.kernels.plain import LambTable
+from pretrain.optim.orthogonal import Matrices
 from pretrain.parallel.groups import Groups
 from pretrain.parallel.pieces import Piece
 from pretrain.parallel.slices import Shard, Slice
@@ -73,9 +74,10 @@ class Lamb:
         self.steps = 0
         device = shard.master.device
         slices = shard.slices
+        self.matrices = Matrices(slices, shard, config, kernels)
         self.table = LambTable(
             [s.at for s in slices],
-            [s.numel for s in slices],
+            [0 if i in self.matrices.held else s.numel for i, s in enumerate(slices)],
             [config.weight_decay if s.piece.decayed else 0.0 for s in slices],
         )
         self._piece_of = torch.tensor([s.index for s in slices], dtype=torch.int64, device=device)
@@ -131,10 +133,13 @@ class Lamb:
             grad_scale=multiplier,
             **corrections,
         )
+        directions = self.matrices.directions(grad, multiplier, parts)
         ratios = self._trust_ratios(parts).masked_fill(refused, torch.nan)
+        by_slice = ratios[self._piece_of]
         self.kernels.lamb_apply(
-            shard.master, *state, ratios[self._piece_of], lr=lr, eps=c.eps, low=low, **corrections
+            shard.master, *state, by_slice, lr=lr, eps=c.eps, low=low, **corrections
         )
+        self.matrices.apply(directions, by_slice, lr, low)
         then()
         if not verdict.heard():
             return Update(norm, None, True)

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from configs.schema import OptimizerConfig
+from pretrain.kernels.matrices import POLYNOMIALS, SPARE
+from pretrain.optim.orthogonal import is_orthogonal
 
 
 class ReferenceLamb:
@@ -44,13 +46,18 @@ class ReferenceLamb:
             grad = grads[name] / shrink
             m, v = self.exp_avg[name], self.exp_avg_sq[name]
             m.copy_(c.beta1 * m + (1 - c.beta1) * grad)
-            v.copy_(c.beta2 * v + (1 - c.beta2) * grad * grad)
-            update = (m / correction1) / ((v / correction2).sqrt() + c.eps)
+            if is_orthogonal(name, weight.shape, c):
+                nesterov = c.beta1 * m + (1 - c.beta1) * grad
+                update = 0.2 * max(weight.shape) ** 0.5 * _orthogonal(nesterov)
+            else:
+                v.copy_(c.beta2 * v + (1 - c.beta2) * grad * grad)
+                update = (m / correction1) / ((v / correction2).sqrt() + c.eps)
             if name in self.decayed:
                 update = update + c.weight_decay * weight
             ratio = self._trust_ratio(name, weight, update)
             self.ratios[name] = ratio
-            weight.sub_(lr * ratio * update)
+            rate = lr * c.orthogonal_lr if is_orthogonal(name, weight.shape, c) else lr
+            weight.sub_(rate * ratio * update)
         return norm
 
     def _trust_ratio(self, name: str, weight: Tensor, update: Tensor) -> float:
@@ -62,3 +69,14 @@ class ReferenceLamb:
             return 1.0
         ratio = max(weight_norm / update_norm, c.trust_ratio_min)
         return min(ratio, c.trust_ratio_max) if c.trust_ratio_max > 0 else ratio
+
+
+def _orthogonal(x: Tensor) -> Tensor:
+    """Muon's steps towards the nearest orthogonal matrix (Jordan et al. 2024)."""
+    if not x.any():
+        return x
+    x = x / (SPARE * x.norm())
+    for a, b, c in POLYNOMIALS:
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x

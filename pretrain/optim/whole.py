@@ -65,7 +65,7 @@ class WholeTensorLamb(Lamb):
         ratios = None
         if self.reference:
             self.reference.steps = self.steps - 1
-            grads = {s.piece.name: s.of(grad) * grad_scale for s in self.shard.slices}
+            grads = {name: g * grad_scale for name, g in self._shaped(grad).items()}
             self.reference.step(grads, lr)
             found = [self.reference.ratios[s.piece.name] for s in self.shard.slices]
             ratios = torch.zeros(len(self._sharded)).index_put_(
@@ -87,12 +87,15 @@ class WholeTensorLamb(Lamb):
         return Update(norm, ratios, False)
 
     def _reference(self) -> ReferenceLamb:
-        slices, shard = self.shard.slices, self.shard
-        views = {s.piece.name: s.of(shard.master) for s in slices}
-        out = ReferenceLamb(views, self.config, {s.piece.name for s in slices if s.piece.decayed})
-        out.exp_avg = {s.piece.name: s.of(shard.exp_avg) for s in slices}
-        out.exp_avg_sq = {s.piece.name: s.of(shard.exp_avg_sq) for s in slices}
+        shard = self.shard
+        decayed = {s.piece.name for s in shard.slices if s.piece.decayed}
+        out = ReferenceLamb(self._shaped(shard.master), self.config, decayed)
+        out.exp_avg = self._shaped(shard.exp_avg)
+        out.exp_avg_sq = self._shaped(shard.exp_avg_sq)
         return out
+
+    def _shaped(self, flat: Tensor) -> dict[str, Tensor]:
+        return {s.piece.name: s.of(flat).view(s.piece.shape) for s in self.shard.slices}
 
     def _fused(self) -> Any:
         self._slice = {nn.Parameter(s.of(self.shard.master)): s for s in self.shard.slices}
