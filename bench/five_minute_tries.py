@@ -115,8 +115,16 @@ _LATE_PAIRS = [
     *(*_WIDE, _MORE_SHORT, _set("few", 0.97, 0.75)),
     _falling_masks("steps: 30000, until: 0.66", first="few"),
 ]
+
+
+def _orthogonal(times: float, beta1: float = 0.9) -> list[str]:
+    """LAMB with the encoder's matrices orthogonalised, on late pairs."""
+    momentum = [] if beta1 == 0.9 else [f"optimizer.beta1={beta1}"]
+    return [*_LATE_PAIRS, f"optimizer.orthogonal_lr={times:g}", *momentum]
+
+
 # Changes of the recipe as it was in bf16, one each, in the whole time; then, all in fp8, two rates in
-# 160 s, and changes that were added up, in 160 s or the whole time (bench/RESULTS.md says which).
+# 160 s, and changes that were added up, in 103 s, 160 s or the whole time (bench/RESULTS.md says which).
 # None was taken over but fp8, for its speed.
 ABLATIONS: dict[str, list[str]] = {
     "bf16": [_BF16],
@@ -152,6 +160,17 @@ ABLATIONS: dict[str, list[str]] = {
         "train.nsp_weight=0.1",
         *_LIGHT_DROPOUT,
     ],
+    "1024x4-late-pairs-103s": _LATE_PAIRS,
+    "1024x4-orthogonal-1": _orthogonal(1),
+    "1024x4-orthogonal-2": _orthogonal(2),
+    "1024x4-orthogonal-4": _orthogonal(4),
+    "1024x4-orthogonal-2-momentum-0.95": _orthogonal(2, 0.95),
+    "768x6-orthogonal-2-momentum-0.95": [*_orthogonal(2, 0.95), *_shape(768, 6)],
+    "1024x4-orthogonal-2.3-momentum-0.95-batch-576": [
+        option.replace("global_batch: 384", "global_batch: 576")
+        for option in _orthogonal(2.3, 0.95)
+    ],
+    "1024x4-orthogonal-1.9-dropout": [*_orthogonal(1.9), *_LIGHT_DROPOUT],
 }
 # The runs of the full time: the recipe, and the rival's settings with the best held-out loss and BLiMP.
 FINALS: dict[str, dict[str, list[str]]] = {
