@@ -20,6 +20,8 @@ _ENVIRONMENT = jinja2.Environment(
     autoescape=False,
 )
 _ENVIRONMENT.filters["quote"] = lambda value: shlex.quote(str(value))
+# sbatch splits its lines at blanks outside quotes, and puts job numbers and names in for %j and the like.
+_ENVIRONMENT.filters["sbatch_path"] = lambda value: shlex.quote(str(value).replace("%", "%%"))
 
 
 def render(job: Job, recipe: Recipe, profile: Profile, folder: Path, cwd: Path) -> str:

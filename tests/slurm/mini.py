@@ -115,15 +115,14 @@ class Run:
     def __init__(self, cluster: Cluster, folder: Path) -> None:
         self.cluster, self.folder, self.repo = cluster, folder, REPO
         folder.mkdir(parents=True, exist_ok=True)
-        self.work = folder / "work"
         self.recipe: dict[str, Any] = {
             "name": folder.name,
-            "work_dir": str(self.work),
             "model": {"preset": "bert-tiny"},
             "phases": [{"name": "a", "steps": 30}, {"name": "b", "steps": 10}],
             "checkpoint": {"every": 10},
             "guard": {"hang_timeout_s": 10},
         }
+        self.move("work")
         self.profile: dict[str, Any] = {
             "name": "mini",
             "partition": "main",
@@ -135,6 +134,11 @@ class Run:
             "preflight": False,
             "environment": {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
         }
+
+    def move(self, name: str) -> None:
+        """Another work_dir, before the run is submitted."""
+        self.work = self.folder / name
+        self.recipe["work_dir"] = str(self.work)
 
     def standin(self, fault: str = "", update_s: float = 0.03) -> Run:
         """Training is the stand-in; prep, export and evaluation do nothing."""

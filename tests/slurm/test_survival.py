@@ -36,12 +36,14 @@ def finish(run: Run, seconds: float = 200) -> None:
 
 
 def chain_runs_in_order_and_is_not_run_again(run: Run) -> None:
+    run.move("a %j of it's own")  # what a shell and sbatch take for more than a name
     run.standin(update_s=0.05).submit()
     refused = run.submit(fails=True)
     assert "of this run is" in refused
     finish(run)
     assert len(run.log()) == STEPS
     assert run.restarts() == 0
+    assert run.output("train-a")
     assert run.submit().count("finished before") == 5
 
 
