@@ -237,9 +237,10 @@ def _check_checkpoint(recipe: Recipe, plan: Plan) -> None:
 def _decides(recipe: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:
     """What of a recipe the losses hang on, beside the shards and the layout."""
     kept = {key: recipe.get(key) for key in ("seed", "masking", "optimizer", "phases")}
-    # A checkpoint of before those keys was trained at masking.probability, by steps.
+    # A checkpoint of before those keys was trained at masking.probability, by steps, by Adam's update.
     new = {"mask_probability": 0.0, "until": 0.0}
     kept["phases"] = [{**new, **phase} for phase in kept["phases"] or []]
+    kept["optimizer"] = {"orthogonal_lr": 0.0, **(kept["optimizer"] or {})}
     train = {"nsp_weight": 1.0, "max_minutes": 0.0, **(recipe.get("train") or {})}
     keys = ("precision", "nsp_weight", "max_minutes")  # the rates follow the time
     of_train = {f"train.{key}": train.get(key) for key in keys}

@@ -51,6 +51,7 @@ def test_changes_of_the_recipe_are_told(run):
     changes = {
         "seed=6": "seed: 5 there, 6 now",
         "optimizer.beta1=0.8": "optimizer.beta1: 0.9 there, 0.8 now",
+        "optimizer.orthogonal_lr=2": "optimizer.orthogonal_lr: 0.0 there, 2.0 now",
         "model.hidden_dropout=0.2": "model.hidden_dropout: 0.1 there, 0.2 now",
         "train.precision=bf16": "train.precision: fp32 there, bf16 now",
         "train.nsp_weight=0.1": "train.nsp_weight: 1.0 there, 0.1 now",
@@ -67,6 +68,7 @@ def test_changes_of_the_recipe_are_told(run):
 def test_a_checkpoint_of_before_some_keys_was_trained_without(run):
     recipe = checks.to_dict(plan(run).recipe)
     del recipe["train"]["nsp_weight"], recipe["train"]["max_minutes"]
+    del recipe["optimizer"]["orthogonal_lr"]
     for phase in recipe["phases"]:
         del phase["mask_probability"], phase["until"]
     checkpoint(run, recipe=recipe)
