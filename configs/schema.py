@@ -123,8 +123,7 @@ class OptimizerConfig:
     # the paper's code and in apex without use_nvlamb. On: a bias that starts at 0 hardly leaves it.
     adapt_bias_and_norm: bool = True
     # Above 0: the encoder's matrices take, instead of Adam's update, their momentum made orthogonal
-    # (Muon: Jordan et al. 2024, 2502.16982), at this many times lr; trust ratios stay. Matrices must
-    # be whole: tp=1 and zero_stage=0.
+    # (Muon: Jordan et al. 2024, 2502.16982), at this many times lr; trust ratios stay.
     orthogonal_lr: float = 0.0
 
 

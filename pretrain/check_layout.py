@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from configs.errors import UserError
 from configs.schema import Recipe
-from pretrain.optim.choice import check_optimizer
+from pretrain.optim.choice import check_implementation
 
 
 def check_layout(recipe: Recipe, world: int) -> None:
@@ -19,4 +19,5 @@ def check_layout(recipe: Recipe, world: int) -> None:
         raise UserError(
             "parallel.engine=lean has no zero_stage=2", "use zero_stage=1, or engine=deepspeed"
         )
-    check_optimizer(recipe, world)
+    if recipe.optimizer.implementation != "lambert":
+        check_implementation(recipe, world)

@@ -1,14 +1,13 @@
 """LAMB of whole matrices whose direction is an orthogonalised momentum, on any device.
 
 Muon (Jordan et al. 2024; at scale in 2502.16982): Nesterov's momentum is brought near the
-orthogonal matrix next to it, so that all its singular directions move the weights alike. Matrices
-of one shape are worked on together.
+orthogonal matrix next to it, so that all its singular directions move the weights alike.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from math import sqrt
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -28,27 +27,22 @@ SPARE = 1.01
 
 @dataclass
 class MatrixTable:
-    """Matrices of one shape in flat tensors, each held whole.
+    """Slices of matrices in the flat tensors of the optimiser, and in the flat one of directions.
 
-    starts: where each begins. decay: weight decay. scale: brings the root mean square of a direction
-    to 0.2, about that of an Adam update (2502.16982), so that decay weighs the same against either.
+    starts, numels: of each slice in the former; places: where it begins in the latter. decays: weight
+    decay. scales: what the direction is multiplied by.
     """
 
     starts: list[int]
-    rows: int
-    columns: int
-    decay: float
-    scale: float = field(init=False)
+    numels: list[int]
+    places: list[int]
+    decays: list[float]
+    scales: list[float]
 
-    def __post_init__(self) -> None:
-        self.scale = 0.2 * sqrt(max(self.rows, self.columns))
-
-    @property
-    def numel(self) -> int:
-        return self.rows * self.columns
-
-    def slices(self) -> list[slice]:
-        return [slice(at, at + self.numel) for at in self.starts]
+    def slices(self) -> Iterator[tuple[slice, slice]]:
+        """(in the optimiser's tensors, in the directions) of each."""
+        for start, numel, place in zip(self.starts, self.numels, self.places):
+            yield slice(start, start + numel), slice(place, place + numel)
 
 
 @torch.no_grad()
@@ -68,46 +62,55 @@ def orthogonalise(x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def matrix_momentum(
-    grad: Tensor, exp_avg: Tensor, table: MatrixTable, *, beta1: float, grad_scale: Tensor
-) -> Tensor:
-    """Momentum in place; Nesterov's, [n, rows, columns], is returned.
+    grad: Tensor,
+    exp_avg: Tensor,
+    table: MatrixTable,
+    out: Tensor,
+    *,
+    beta1: float,
+    grad_scale: Tensor,
+) -> None:
+    """Momentum in place, Nesterov's into `out`.
 
     Args:
-        grad: flat [N], fp32 or lower. exp_avg: flat fp32 [N].
-        grad_scale: fp32 scalar the gradient is multiplied by first. NaN: nothing is changed, and
-            what is returned means nothing.
+        grad: flat [N], fp32 or lower. exp_avg: flat fp32 [N]. out: flat, of directions.
+        grad_scale: fp32 scalar the gradient is multiplied by first. NaN: nothing is changed.
     """
-    out = exp_avg.new_zeros(len(table.starts), table.rows, table.columns)
     if grad_scale.isnan():
-        return out
-    for x, at in zip(out, table.slices()):
+        return
+    for at, place in table.slices():
         g, m = grad[at] * grad_scale, exp_avg[at]
         m.lerp_(g, 1 - beta1)
-        x.view(-1).copy_(torch.lerp(m, g, 1 - beta1))
-    return out
+        out[place] = torch.lerp(m, g, 1 - beta1)
 
 
 @torch.no_grad()
 def matrix_norms(param: Tensor, direction: Tensor, table: MatrixTable) -> Tensor:
-    """fp32 [2, n]: squared norms of the weights and of their updates, scale * direction + decay *
-    weight. param: flat fp32 [N]. direction: [n, rows, columns]."""
-    weights = [param[at] for at in table.slices()]
-    updates = [_update(w, x, table) for w, x in zip(weights, direction)]
-    return torch.stack([torch.stack([v.dot(v) for v in values]) for values in (weights, updates)])
+    """fp32 [2, slices]: squared norms of the weights and of their updates, scale * direction + decay *
+    weight. param: flat fp32 [N]."""
+    norms = param.new_zeros(2, len(table.starts))
+    for i, (weight, update) in enumerate(_updates(param, direction, table)):
+        norms[0, i], norms[1, i] = weight.dot(weight), update.dot(update)
+    return norms
 
 
 @torch.no_grad()
 def matrix_apply(
     param: Tensor, direction: Tensor, table: MatrixTable, rates: Tensor, low: Tensor | None = None
 ) -> None:
-    """param -= rate * update, and its rounded copy into `low` if given. rates: [n]; a matrix whose
+    """param -= rate * update, and its rounded copy into `low` if given. rates: [slices]; one whose
     rate is NaN is left as it is."""
-    for at, x, rate in zip(table.slices(), direction, rates.tolist()):
+    updates = _updates(param, direction, table)
+    for (at, _), (weight, update), rate in zip(table.slices(), updates, rates.tolist()):
         if rate == rate:
-            param[at].sub_(_update(param[at], x, table), alpha=rate)
+            weight.sub_(update, alpha=rate)
             if low is not None:
-                low[at].copy_(param[at])
+                low[at].copy_(weight)
 
 
-def _update(weight: Tensor, direction: Tensor, table: MatrixTable) -> Tensor:
-    return direction.reshape(-1).float() * table.scale + table.decay * weight
+def _updates(
+    param: Tensor, direction: Tensor, table: MatrixTable
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """(weight, update) of each slice; the weight is a view."""
+    for (at, place), decay, scale in zip(table.slices(), table.decays, table.scales):
+        yield param[at], direction[place].to(param.dtype) * scale + decay * param[at]

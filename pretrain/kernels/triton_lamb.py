@@ -111,6 +111,16 @@ def _chunks(table: LambTable, device: torch.device) -> tuple[Tensor, ...]:
     return cached
 
 
+def sum_chunks(partial: Tensor, first: Tensor) -> Tensor:
+    """fp32 [2, tensors] of [2, chunks], in a fixed order. first: the first chunk of each tensor, and
+    the end, int32 [tensors + 1]."""
+    tensors, chunks = first.numel() - 1, partial.shape[1]
+    norms = partial.new_zeros(2, tensors)
+    if chunks:
+        _reduce[(tensors,)](partial, first, norms, chunks, tensors, BLOCK=256, num_warps=2)
+    return norms
+
+
 @torch.no_grad()
 def lamb_moments(
     param,
@@ -128,16 +138,14 @@ def lamb_moments(
 ):
     """See `plain.lamb_moments`."""
     start, size, decay, _, first = _chunks(table, param.device)
-    chunks, tensors = start.numel(), len(table.starts)
-    norms = torch.zeros(2, tensors, dtype=torch.float32, device=param.device)
+    chunks = start.numel()
+    partial = torch.empty(2, chunks, dtype=torch.float32, device=param.device)
     if chunks:
-        partial = torch.empty(2, chunks, dtype=torch.float32, device=param.device)
         _moments[(chunks,)](
             param, grad, exp_avg, exp_avg_sq, start, size, decay, partial, grad_scale, chunks,
             beta1, beta2, eps, correction1, correction2, CHUNK=CHUNK, BLOCK=BLOCK, num_warps=4,
         )  # fmt: skip
-        _reduce[(tensors,)](partial, first, norms, chunks, tensors, BLOCK=256, num_warps=2)
-    return norms
+    return sum_chunks(partial, first)
 
 
 @torch.no_grad()

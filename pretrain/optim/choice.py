@@ -6,37 +6,25 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from configs.errors import UserError
-from configs.schema import OptimizerConfig, Recipe
+from configs.schema import Recipe
 
 _APEX = "build NVIDIA apex with its CUDA extensions, or use optimizer.implementation=lambert"
 
 
-def check_optimizer(recipe: Recipe, world: int) -> None:
-    """What sees whole tensors is wrong, or has nothing to work on, where they are cut: refuses it
-    there, with the reason."""
-    optimizer, parallel = recipe.optimizer, recipe.parallel
-    cut = parallel.tp > 1 or (parallel.zero_stage > 0 and world > 1)
-    how = f"(tp={parallel.tp}, zero_stage={parallel.zero_stage}, {world} processes)"
-    if optimizer.implementation != "lambert":
-        if cut or parallel.engine == "deepspeed":
-            raise UserError(
-                f"optimizer.implementation={optimizer.implementation} takes each tensor's norm on "
-                f"one rank, which is wrong where tensors are cut {how}",
-                "use optimizer.implementation=lambert, or tp=1 with zero_stage=0",
-            )
-        _check_implementation(optimizer)
-    if optimizer.orthogonal_lr > 0 and (cut or parallel.engine == "deepspeed"):
+def check_implementation(recipe: Recipe, world: int) -> None:
+    """Other LAMBs see whole tensors or are wrong: refuses them, with the reason, where they are."""
+    name, optimizer = recipe.optimizer.implementation, recipe.optimizer
+    tp = recipe.parallel.tp
+    if (
+        tp > 1
+        or (recipe.parallel.zero_stage > 0 and world > 1)
+        or recipe.parallel.engine == "deepspeed"
+    ):
         raise UserError(
-            f"optimizer.orthogonal_lr={optimizer.orthogonal_lr:g} needs whole matrices, which are cut "
-            f"here {how}"
-            if cut
-            else "optimizer.orthogonal_lr is not there with parallel.engine=deepspeed",
-            "set it to 0, or take tp=1 and zero_stage=0 with parallel.engine=lean",
+            f"optimizer.implementation={name} takes each tensor's norm on one rank, which is wrong "
+            f"where tensors are cut (tp={tp}, zero_stage={recipe.parallel.zero_stage}, {world} processes)",
+            "use optimizer.implementation=lambert, or tp=1 with zero_stage=0",
         )
-
-
-def _check_implementation(optimizer: OptimizerConfig) -> None:
-    name = optimizer.implementation
     if optimizer.orthogonal_lr > 0 and name in ("deepspeed", "apex"):
         raise UserError(
             f"optimizer.implementation={name} knows no optimizer.orthogonal_lr",

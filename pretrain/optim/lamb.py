@@ -74,7 +74,7 @@ class Lamb:
         self.steps = 0
         device = shard.master.device
         slices = shard.slices
-        self.matrices = Matrices(slices, shard, config, kernels)
+        self.matrices = Matrices(pieces, shard, config, groups, kernels)
         self.table = LambTable(
             [s.at for s in slices],
             [0 if i in self.matrices.held else s.numel for i, s in enumerate(slices)],
@@ -133,13 +133,13 @@ class Lamb:
             grad_scale=multiplier,
             **corrections,
         )
-        directions = self.matrices.directions(grad, multiplier, parts)
+        direction = self.matrices.directions(grad, multiplier, parts)
         ratios = self._trust_ratios(parts).masked_fill(refused, torch.nan)
         by_slice = ratios[self._piece_of]
         self.kernels.lamb_apply(
             shard.master, *state, by_slice, lr=lr, eps=c.eps, low=low, **corrections
         )
-        self.matrices.apply(directions, by_slice, lr, low)
+        self.matrices.apply(direction, by_slice, lr, low)
         then()
         if not verdict.heard():
             return Update(norm, None, True)

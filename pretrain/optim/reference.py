@@ -13,7 +13,7 @@ from torch import Tensor
 
 from configs.schema import OptimizerConfig
 from pretrain.kernels.matrices import POLYNOMIALS, SPARE
-from pretrain.optim.orthogonal import is_orthogonal
+from pretrain.optim.orthogonal import is_orthogonal, scale_of
 
 
 class ReferenceLamb:
@@ -48,7 +48,7 @@ class ReferenceLamb:
             m.copy_(c.beta1 * m + (1 - c.beta1) * grad)
             if is_orthogonal(name, weight.shape, c):
                 nesterov = c.beta1 * m + (1 - c.beta1) * grad
-                update = 0.2 * max(weight.shape) ** 0.5 * _orthogonal(nesterov)
+                update = scale_of(weight.shape) * _orthogonal(nesterov)
             else:
                 v.copy_(c.beta2 * v + (1 - c.beta2) * grad * grad)
                 update = (m / correction1) / ((v / correction2).sqrt() + c.eps)

@@ -26,31 +26,34 @@ def close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> Non
     assert difference <= tolerance, float(difference)
 
 
-@pytest.mark.parametrize("rows, columns", [(64, 64), (96, 130), (130, 96)])
-def test_orthogonalised_matrices(rows, columns):
-    """Gaps between them, sizes that no chunk divides, a matrix that NaN leaves alone."""
-    numel = rows * columns
-    starts, total = [3, numel + 20], 2 * numel + 40
+@pytest.mark.parametrize("numels", [(64, 4096), (5000, 12288, 0, 9001)], ids=str)
+def test_against_plain(numels):
+    """Gaps between slices, sizes that no chunk divides, directions in another order, NaN."""
+    n = len(numels)
+    starts = [sum(numels[:i]) + 7 * i + 3 for i in range(n)]
+    places = [sum(numels[i + 1 :]) for i in range(n)]
+    total = sum(numels) + 7 * n + 3
     state = [torch.randn(total, device=DEVICE) for _ in range(3)]
     scale = torch.tensor(0.5, device=DEVICE)
+    table = MatrixTable(starts, list(numels), places, [0.3, *[0.0] * (n - 1)], [2.0] * n)
+    rates = torch.tensor([0.02] * (n - 1) + [float("nan")], device=DEVICE)
     results = []
     for kernels in (fused, plain):
         param, grad, exp_avg = (x.clone() for x in state)
         low = torch.zeros(total, dtype=torch.bfloat16, device=DEVICE)
-        table = MatrixTable(starts, rows, columns, decay=0.3)
-        x = kernels.matrix_momentum(grad, exp_avg, table, beta1=0.9, grad_scale=scale)
-        norms = kernels.matrix_norms(param, x, table)
-        rates = torch.tensor([0.02, float("nan")], device=DEVICE)
-        kernels.matrix_apply(param, x, table, rates, low)
-        results.append((x.float(), norms, param, exp_avg, low))
-    for ours, oracle, tolerance in zip(*results, (8e-3, 8e-3, 2e-4, 2e-6, 8e-3)):
+        direction = torch.zeros(sum(numels), dtype=torch.bfloat16, device=DEVICE)
+        kernels.matrix_momentum(grad, exp_avg, table, direction, beta1=0.9, grad_scale=scale)
+        norms = kernels.matrix_norms(param, direction, table)
+        kernels.matrix_apply(param, direction, table, rates, low)
+        results.append((direction, norms, param, exp_avg, low))
+    for ours, oracle, tolerance in zip(*results, (8e-3, 1e-3, 2e-4, 2e-6, 8e-3)):
         close(ours, oracle, tolerance)
-    second = slice(starts[1], starts[1] + numel)
-    assert torch.equal(results[0][2][second], state[0][second])
-    assert not results[0][4][second].any()
-    exp_avg = state[2].clone()
+    left = slice(starts[-1], starts[-1] + numels[-1])
+    assert torch.equal(results[0][2][left], state[0][left])
+    assert not results[0][4][left].any()
     nan = torch.tensor(float("nan"), device=DEVICE)
-    fused.matrix_momentum(state[1], exp_avg, table, beta1=0.9, grad_scale=nan)
+    exp_avg, direction = state[2].clone(), torch.ones(sum(numels), device=DEVICE)
+    fused.matrix_momentum(state[1], exp_avg, table, direction, beta1=0.9, grad_scale=nan)
     assert torch.equal(exp_avg, state[2])
 
 
@@ -62,5 +65,5 @@ def test_bf16_levels_the_singular_values_as_well(shape):
     out = orthogonalise(((u * values) @ vt).bfloat16())
     assert out.dtype == torch.bfloat16
     found = torch.linalg.svdvals(out.float())
-    assert found.min() > 0.7
+    assert found.min() > 0.65
     assert found.max() < 1.3

@@ -239,9 +239,11 @@ def refused(layout: Layout, groups: Groups) -> bool:
     return all(everyone(skipped and alike and engine.lamb.steps == 0, groups))
 
 
-def whole(layout: Layout, groups: Groups) -> tuple[list[float], list[float], dict]:
+def whole(
+    layout: Layout, groups: Groups, optimizer: OptimizerConfig = OPTIMIZER
+) -> tuple[list[float], list[float], dict]:
     """(losses, gradient norms, final tensors)."""
-    losses, norms, engine = train(layout, groups)
+    losses, norms, engine = train(layout, groups, optimizer=optimizer)
     return losses, norms, gather(engine)
 
 

@@ -7,10 +7,12 @@ rounding noise into full steps (test_model_parity shows that outputs do not depe
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.trainer.launch import world
-from tests.trainer.layouts import Layout, reference
+from tests.trainer.layouts import OPTIMIZER, Layout, reference
 
 ENGINE = {0: "lean", 1: "deepspeed", 2: "deepspeed"}
 SHAPES = [(1, 1), (1, 2), (2, 1), (2, 2), (4, 1)]
@@ -50,6 +52,25 @@ RESUMED = [
     Layout(1, 4, 0, 1, "lean", "fp16"),
 ]
 
+# Matrices that no rank, or not every rank, holds whole are orthogonalised as if it did.
+ORTHOGONAL = [
+    Layout(),
+    Layout(1, 2, 0, 4),
+    Layout(1, 4, 1),
+    Layout(4, 1, 0),
+    Layout(2, 2, 0),
+    Layout(2, 2, 1, 4),
+    Layout(2, 2, 1, sequence=True),
+    Layout(1, 2, 1, 4, "deepspeed"),
+    Layout(2, 2, 2, 1, "deepspeed"),
+]
+ORTHOGONAL_LOW = [
+    Layout(2, 2, 1, 4, "lean", "bf16"),
+    Layout(1, 2, 2, 4, "deepspeed", "bf16"),
+    Layout(1, 4, 1, 1, "lean", "fp16"),
+]
+MUON = replace(OPTIMIZER, orthogonal_lr=1.5)
+
 SPOILED = [*LOW, Layout(), Layout(1, 4, 1), Layout(2, 2, 0), Layout(2, 2, 2, engine="deepspeed")]
 
 
@@ -68,7 +89,7 @@ def run(size, *jobs):
 def everything(tmp_path_factory):
     folder = tmp_path_factory.mktemp("world")
     jobs = [("whole", FP32 + LOW, ()), ("resume", RESUMED, (folder,)), ("refused", SPOILED, ())]
-    return run(4, *jobs)
+    return run(4, *jobs, ("whole", ORTHOGONAL + ORTHOGONAL_LOW, (MUON,)))
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +124,28 @@ def test_low_precision_tracks_the_reference(layout, results, expected):
     assert losses == pytest.approx(expected[0], abs=close)
     assert norms == pytest.approx(expected[1], rel=close)
     assert worst(tensors, expected[2])[0] < close, worst(tensors, expected[2])
+
+
+@pytest.fixture(scope="module")
+def orthogonal():
+    return reference(optimizer=MUON)
+
+
+@pytest.mark.parametrize("layout", ORTHOGONAL, ids=str)
+def test_orthogonal_matrices_equal_the_reference(layout, everything, orthogonal, expected):
+    losses, norms, tensors = everything[3][str(layout)]
+    assert losses == pytest.approx(orthogonal[0], abs=1e-5)
+    assert norms == pytest.approx(orthogonal[1], rel=1e-5)
+    assert worst(tensors, orthogonal[2])[0] <= 1e-5, worst(tensors, orthogonal[2])
+    assert worst(tensors, expected[2])[0] > 0.05  # LAMB alone goes elsewhere
+
+
+@pytest.mark.parametrize("layout", ORTHOGONAL_LOW, ids=str)
+def test_orthogonal_matrices_in_low_precision(layout, everything, orthogonal):
+    losses, _, tensors = everything[3][str(layout)]
+    close = 0.05 if layout.precision == "bf16" else 0.01
+    assert losses == pytest.approx(orthogonal[0], abs=close)
+    assert worst(tensors, orthogonal[2])[0] < 2 * close, worst(tensors, orthogonal[2])
 
 
 @pytest.mark.parametrize("layout", RESUMED, ids=str)

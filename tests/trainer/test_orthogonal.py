@@ -160,30 +160,6 @@ def test_a_model_learns_with_it_as_the_reference_does():
     assert (weights[0] - weights[1]).norm() / weights[0].norm() < 1e-5
 
 
-@pytest.mark.parametrize(
-    "changes, world, words",
-    [
-        ({"tp": 2}, 2, "tp=2"),
-        ({"zero_stage": 1}, 2, "zero_stage=1"),
-        ({"engine": "deepspeed", "zero_stage": 0}, 1, "engine=deepspeed"),
-    ],
-)
-def test_where_matrices_are_cut_it_is_refused(changes, world, words):
-    recipe = Recipe(optimizer=OptimizerConfig(orthogonal_lr=2.0))
-    for key, value in changes.items():
-        setattr(recipe.parallel, key, value)
-    with pytest.raises(UserError, match=words) as error:
-        check_layout(recipe, world)
-    assert "orthogonal_lr" in str(error.value)
-
-
-@pytest.mark.parametrize("zero_stage, world", [(0, 1), (0, 4), (1, 1)])
-def test_where_they_are_whole_it_is_not(zero_stage, world):
-    recipe = Recipe(optimizer=OptimizerConfig(orthogonal_lr=2.0))
-    recipe.parallel.zero_stage = zero_stage
-    check_layout(recipe, world)
-
-
 @pytest.mark.parametrize("name", ["deepspeed", "apex"])
 def test_another_lamb_does_not_know_it(name):
     recipe = Recipe(optimizer=OptimizerConfig(implementation=name, orthogonal_lr=2.0))
