@@ -1,8 +1,8 @@
 """What keys of a recipe must be to one another, said when it is loaded: before jobs are queued, shards
 are built or torch is imported.
 
-Bounds of single keys are in configs/ranges.py. What depends on the number of processes, on the
-shards or on the machine is checked by the room that reads it.
+Bounds of single keys are in configs/ranges.py, what the number of processes allows in
+configs/layout.py. What depends on the shards or on the machine is checked by the room that reads it.
 """
 
 from __future__ import annotations

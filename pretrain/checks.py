@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.errors import UserError
+from configs.layout import check_layout
 from configs.loading import difference, to_dict
 from configs.masking import check_rate, highest_rate
 from configs.memory import GIB, largest_micro_batch, training_bytes
@@ -20,7 +21,6 @@ from configs.schema import Recipe
 from configs.sharing import SMALLEST, copy_engines_serve, may_share
 from data_prep.shards import Shards, open_shards
 from pretrain.check_disk import check_disk
-from pretrain.check_layout import check_layout
 from pretrain.check_model import check_model
 from pretrain.check_shards import check_built
 from pretrain.checkpoint.folder import (
@@ -34,6 +34,7 @@ from pretrain.checkpoint.folder import (
 )
 from pretrain.data.packing import round_up
 from pretrain.guard import StopSignals
+from pretrain.optim.apex import check_apex
 from pretrain.same_tokenizer import check_origin_tokenizer, check_run_tokenizer
 
 CPU_MICRO_BATCH = 8192
@@ -108,6 +109,8 @@ def check(recipe: Recipe, env: Mapping[str, str]) -> Plan:
         raise UserError("phases is empty", "give at least one phase")
     StopSignals(recipe.guard.save_signals)  # refuses what is none
     check_layout(recipe, world)
+    if recipe.optimizer.implementation == "apex":
+        check_apex()
     cards = _cards()
     device = "cuda" if cards else "cpu"
     if device == "cpu" and recipe.train.precision in ("fp16", "fp8"):

@@ -9,6 +9,7 @@ import re
 import shlex
 
 from configs import UserError
+from configs.layout import check_layout
 from configs.model import resolve_model
 from configs.objectives import check_objective, check_single
 from configs.schema import Profile, Recipe
@@ -58,6 +59,7 @@ def check_chain(recipe: Recipe, profile: Profile, per_node: int, world: int) -> 
             f"parallel.tp={tp} is larger than the {per_node} processes of a node",
             "keep tp within a node: its collectives run in every layer",
         )
+    check_layout(recipe, world)
     _check_recipe(recipe, world)
     names = [phase.name for phase in recipe.phases]
     if len(set(names)) < len(names) or any(shlex.quote(n) != n or "/" in n for n in names):

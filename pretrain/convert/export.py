@@ -88,7 +88,8 @@ def export(
         sync_folder(fresh)
         accept(fresh)
         _refuse_others(out)
-    say(f"{out}: update {meta.get('step', 0)}, {dtype}; logits differ by {difference:.1e} at most")
+    what = "logits differ" if dtype == "fp32" else f"logits of the model rounded to {dtype} differ"
+    say(f"{out}: update {meta.get('step', 0)}, {dtype}; {what} by {difference:.1e} at most")
     return out
 
 

@@ -71,7 +71,8 @@ def import_model(
     if model.missing_heads:
         say(f"not in the source, drawn anew: {', '.join(model.missing_heads)}")
     say(f"{out}: {len(model.tensors)} tensors of a {model.layout} model; go on from it with")
-    say(f"  python -m pretrain train RECIPE checkpoint.init_from={out}")
+    vocab = out / "vocab" / "tokenizer.json"
+    say(f"  python -m pretrain train RECIPE checkpoint.init_from={out} vocab.file={vocab}")
     return out
 
 

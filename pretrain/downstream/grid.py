@@ -6,7 +6,7 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
 from itertools import product
@@ -140,9 +140,14 @@ def as_markdown(task: Task, table: dict[str, Any]) -> str:
     ]
     for row in table["rows"]:
         bold = "**" if row is table["best"] or row == table["best"] else ""
-        scores = " | ".join(f"{row[n]:.2f} ± {row[f'{n}_spread']:.2f}" for n in task.metrics)
+        scores = " | ".join(_score(row, name) for name in task.metrics)
         lines.append(f"| {bold}{row['lr']:g}{bold} | {row['seeds']} | {scores} |")
     return "\n".join(lines) + "\n"
+
+
+def _score(row: Mapping[str, Any], name: str) -> str:
+    spread = row[f"{name}_spread"]
+    return f"{row[name]:.2f}" + ("" if spread is None else f" ± {spread:.2f}")
 
 
 def _train_one(

@@ -108,6 +108,6 @@ def squad(
     return {"f1": f1, "exact": exact}, threshold
 
 
-def mean_and_spread(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and sample standard deviation (0 for a single value)."""
-    return float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
+def mean_and_spread(values: Sequence[float]) -> tuple[float, float | None]:
+    """Mean and sample standard deviation, which a single value has not."""
+    return float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else None

@@ -48,8 +48,9 @@ class MatrixTable:
 @torch.no_grad()
 def orthogonalise(x: Tensor) -> Tensor:
     """Newton-Schulz steps on matrices [n, rows, columns], in their precision; a zero one stays zero."""
-    norm = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=torch.float32) * SPARE
-    x = x * norm.clamp(min=1e-30).reciprocal().to(x.dtype)
+    # In fp64: squares of vanishing gradients are zero in fp32, and with too small a norm it diverges.
+    norm = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=torch.float64) * SPARE
+    x = x * norm.clamp(min=1e-37).reciprocal().to(x.dtype)
     tall = x.shape[1] > x.shape[2]
     for a, b, c in POLYNOMIALS:
         gram = x.mT @ x if tall else x @ x.mT

@@ -73,9 +73,7 @@ class ReferenceLamb:
 
 def _orthogonal(x: Tensor) -> Tensor:
     """Muon's steps towards the nearest orthogonal matrix (Jordan et al. 2024)."""
-    if not x.any():
-        return x
-    x = x / (SPARE * x.norm())
+    x = x / (SPARE * x.double().norm()).clamp(min=1e-37).float()
     for a, b, c in POLYNOMIALS:
         gram = x @ x.T
         x = a * x + (b * gram + c * gram @ gram) @ x

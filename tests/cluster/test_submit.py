@@ -183,6 +183,21 @@ def test_starters_run_once_a_node(capsys, recipe, profile, starter):
         ("{gpus_per_node: 2, tasks_per_node: 4}", [], "tasks_per_node=4"),
         ("{nodes: 3, tasks_per_node: 1}", ["parallel.tp=2"], "3 nodes x 1"),
         ("{nodes: 2, tasks_per_node: 1}", ["parallel.tp=2"], "within a node"),
+        (
+            "tasks_per_node: 2",
+            ["parallel.engine=lean", "parallel.zero_stage=2"],
+            "parallel.engine=lean has no zero_stage=2",
+        ),
+        (
+            "tasks_per_node: 2",
+            ["optimizer.implementation=reference", "parallel.zero_stage=1"],
+            "optimizer.implementation=reference takes each tensor's norm on one rank",
+        ),
+        (
+            "tasks_per_node: 1",
+            ["optimizer.implementation=apex", "optimizer.orthogonal_lr=2"],
+            "optimizer.implementation=apex knows no optimizer.orthogonal_lr",
+        ),
         ("nodes: 1", ["parallel.tq=2"], "known here: tp"),
         ("nodes: 1", ["phases.1.name=one"], "one, one"),
         ("{nodes: 1, time_limit: '2', signal_lead_s: 180}", [], "signal_lead_s=180"),

@@ -59,4 +59,4 @@ def test_entities_count_only_when_whole() -> None:
 
 def test_spread_is_the_sample_deviation() -> None:
     assert metrics.mean_and_spread([1.0, 3.0]) == (2.0, pytest.approx(np.sqrt(2)))
-    assert metrics.mean_and_spread([4.0]) == (4.0, 0.0)
+    assert metrics.mean_and_spread([4.0]) == (4.0, None)

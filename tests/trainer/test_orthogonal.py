@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from configs import UserError
+from configs.layout import check_layout
 from configs.schema import OptimizerConfig, Recipe
-from pretrain.check_layout import check_layout
 from pretrain.engine import LeanEngine
 from pretrain.kernels import plain
 from pretrain.kernels.matrices import orthogonalise
@@ -119,6 +119,19 @@ def test_orthogonalised_keeps_the_singular_vectors_and_levels_the_values(shape):
     assert found.max() < 1.23
     assert torch.allclose(u * found[:, None] @ vt, out, atol=1e-4)
     assert not orthogonalise(torch.zeros(shape)).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1e-41, 1e-36, 1e-30, 1e-24, 1e-18, 1e18, 1e34])
+def test_vanishing_and_huge_gradients_do_not_diverge(size, dtype):
+    """Squares of them are zero or infinite in fp32; what is nearly nothing may stay it."""
+    x = (torch.randn(2, 16, 16, generator=torch.Generator().manual_seed(0)).double() * size).to(
+        dtype
+    )
+    values = torch.linalg.svdvals(orthogonalise(x).double())
+    assert values.max() < 1.3
+    if size > 1e-35:
+        assert values.median() > 0.7
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -1,17 +1,29 @@
-"""Which LAMB may be used where: the others are refused, with the reason, where they are not exact."""
+"""Whether so many processes can share out the model and its state as a recipe asks: by arithmetic, for
+training and for the chain of jobs that leads to it."""
 
 from __future__ import annotations
-
-from importlib.util import find_spec
-from pathlib import Path
 
 from configs.errors import UserError
 from configs.schema import Recipe
 
-_APEX = "build NVIDIA apex with its CUDA extensions, or use optimizer.implementation=lambert"
+
+def check_layout(recipe: Recipe, world: int) -> None:
+    """Raises UserError: they cannot; names the key. world: processes."""
+    tp, stage, parallel = recipe.parallel.tp, recipe.parallel.zero_stage, recipe.parallel
+    if tp < 1 or world % tp:
+        raise UserError(
+            f"parallel.tp={tp} does not divide the {world} processes of this job",
+            f"start a multiple of {max(tp, 1)} processes, or choose another tp",
+        )
+    if parallel.engine == "lean" and stage == 2 and world > tp:
+        raise UserError(
+            "parallel.engine=lean has no zero_stage=2", "use zero_stage=1, or engine=deepspeed"
+        )
+    if recipe.optimizer.implementation != "lambert":
+        _check_implementation(recipe, world)
 
 
-def check_implementation(recipe: Recipe, world: int) -> None:
+def _check_implementation(recipe: Recipe, world: int) -> None:
     """Other LAMBs see whole tensors or are wrong: refuses them, with the reason, where they are."""
     name, optimizer = recipe.optimizer.implementation, recipe.optimizer
     tp = recipe.parallel.tp
@@ -41,23 +53,8 @@ def check_implementation(recipe: Recipe, world: int) -> None:
             "optimizer.implementation=deepspeed adapts every tensor",
             "set optimizer.adapt_bias_and_norm=true",
         )
-    if name == "apex":
-        if optimizer.trust_ratio_min or optimizer.trust_ratio_max:
-            raise UserError(
-                "optimizer.implementation=apex: FusedLAMB has no limits of the trust ratio",
-                "set trust_ratio_min and trust_ratio_max to 0",
-            )
-        check_apex()
-
-
-def check_apex() -> None:
-    """NVIDIA's apex with its compiled part; PyPI's `apex` is another package of that name (B35)."""
-    if find_spec("apex") is None:
-        raise UserError("optimizer.implementation=apex: apex is not installed", _APEX)
-    if find_spec("amp_C") is None:
-        foreign = not any(
-            (Path(folder) / "optimizers" / "fused_lamb.py").is_file()
-            for folder in (find_spec("apex").submodule_search_locations or [])  # type: ignore[union-attr]
+    if name == "apex" and (optimizer.trust_ratio_min or optimizer.trust_ratio_max):
+        raise UserError(
+            "optimizer.implementation=apex: FusedLAMB has no limits of the trust ratio",
+            "set trust_ratio_min and trust_ratio_max to 0",
         )
-        what = "is not NVIDIA's" if foreign else "was installed without its CUDA part (amp_C)"
-        raise UserError(f"optimizer.implementation=apex: the installed apex {what}", _APEX)
