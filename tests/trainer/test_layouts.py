@@ -133,10 +133,11 @@ def orthogonal():
 
 @pytest.mark.parametrize("layout", ORTHOGONAL, ids=str)
 def test_orthogonal_matrices_equal_the_reference(layout, everything, orthogonal, expected):
+    """To ten times the bound above: the polynomials lift small singular values, and their rounding, 290 times."""
     losses, norms, tensors = everything[3][str(layout)]
-    assert losses == pytest.approx(orthogonal[0], abs=1e-5)
-    assert norms == pytest.approx(orthogonal[1], rel=1e-5)
-    assert worst(tensors, orthogonal[2])[0] <= 1e-5, worst(tensors, orthogonal[2])
+    assert losses == pytest.approx(orthogonal[0], abs=1e-4)
+    assert norms == pytest.approx(orthogonal[1], rel=1e-4)
+    assert worst(tensors, orthogonal[2])[0] <= 1e-4, worst(tensors, orthogonal[2])
     assert worst(tensors, expected[2])[0] > 0.05  # LAMB alone goes elsewhere
 
 
