@@ -47,7 +47,8 @@ class MatrixTable:
 
 @torch.no_grad()
 def orthogonalise(x: Tensor) -> Tensor:
-    """Newton-Schulz steps on matrices [n, rows, columns], in their precision; a zero one stays zero."""
+    """Matrices [n, rows, columns] with their singular values brought near 1 by Newton-Schulz steps, in
+    their own precision; a zero one stays zero."""
     # In fp64: squares of vanishing gradients are zero in fp32, and with too small a norm it diverges.
     norm = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=torch.float64) * SPARE
     x = x * norm.clamp(min=1e-37).reciprocal().to(x.dtype)

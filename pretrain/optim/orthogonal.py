@@ -34,8 +34,15 @@ def scale_of(shape: tuple[int, ...]) -> float:
 
 
 class Matrices:
-    """The orthogonalised matrices: their directions lie in one flat tensor, by shape, each as the
-    piece that this rank's parameter holds."""
+    """The orthogonalised matrices of a rank: their directions lie in one flat tensor, by shape, each as
+    the piece that this rank's parameter holds.
+
+    Args:
+        pieces: all of the model, alike on the ranks of a tensor-parallel group: a rank that holds no
+            slice of a matrix takes part in its sums. kernels: `plain` or a module of its functions.
+
+    `held` are the numbers of the shard's slices that are parts of such matrices.
+    """
 
     def __init__(
         self,
@@ -64,12 +71,18 @@ class Matrices:
         )
 
     def directions(self, grad: Tensor, grad_scale: Tensor, norms: Tensor) -> Tensor | None:
-        """Momenta in place, then directions; squared norms go into `norms` [2, slices]."""
+        """Momenta in place, then directions, which are returned: flat, bf16 on a GPU and fp32 on a CPU.
+
+        Args:
+            grad: flat [N], laid out as the shard. grad_scale: fp32 scalar on the device; NaN leaves the
+                momenta as they are, and what is returned means nothing.
+            norms: fp32 [2, slices], gets the squared norms of the slices held, of weights and updates.
+        """
         if not self.kinds:
             return None
         shard, master = self.shard, self.shard.master
-        low = torch.bfloat16 if master.is_cuda else torch.float32
-        out = torch.zeros(self.total, dtype=low, device=master.device)
+        dtype = torch.bfloat16 if master.is_cuda else torch.float32
+        out = torch.zeros(self.total, dtype=dtype, device=master.device)
         beta1 = self.config.beta1
         self.kernels.matrix_momentum(
             grad, shard.exp_avg, self.table, out, beta1=beta1, grad_scale=grad_scale
@@ -98,7 +111,12 @@ class Matrices:
     def apply(
         self, direction: Tensor | None, ratios: Tensor, lr: float, low: Tensor | None
     ) -> None:
-        """ratios: of all slices."""
+        """Moves the weights along what `directions` gave.
+
+        Args:
+            ratios: fp32 [slices], trust ratios of all slices; one of NaN leaves its weights alone.
+            lr: of LAMB; matrices move at orthogonal_lr times it. low: as in `Lamb.step`.
+        """
         if direction is not None:
             rates = ratios[self._held] * (lr * self.config.orthogonal_lr)
             self.kernels.matrix_apply(self.shard.master, direction, self.table, rates, low)
