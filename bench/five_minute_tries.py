@@ -189,7 +189,9 @@ ABLATIONS: dict[str, list[str]] = {
     "1024x4-orthogonal-1.4-dropout-0.1": [*_ORTHOGONAL_EVEN, *_DROPOUT],
     "1024x4-orthogonal-1.4-batch-576": _with(_ORTHOGONAL_EVEN, *_LARGER_BATCH),
     "768x6-orthogonal-1.4-batch-576": [
-        *_with(_ORTHOGONAL_EVEN, *_LARGER_BATCH, ("mask_probability: 0.15", "mask_probability: 0.2")),
+        *_with(
+            _ORTHOGONAL_EVEN, *_LARGER_BATCH, ("mask_probability: 0.15", "mask_probability: 0.2")
+        ),
         *_shape(768, 6),
     ],
 }
