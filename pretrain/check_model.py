@@ -26,10 +26,11 @@ def check_model(
     """
     model = resolve_model(recipe.model, first.vocab_size)
     tp = recipe.parallel.tp
-    if model.vocab_size < first.vocab_size:
+    if model.vocab_size != first.vocab_size:
         raise UserError(
-            f"model.vocab_size={model.vocab_size} is below the tokenizer's {first.vocab_size}",
-            "leave model.vocab_size at 0: it comes from the tokenizer",
+            f"model.vocab_size={model.vocab_size}, the tokenizer has {first.vocab_size} ids",
+            "leave model.vocab_size at 0: it comes from the tokenizer, and "
+            "model.vocab_pad_multiple rounds it up",
         )
     for name in ("num_heads", "intermediate_size"):
         value = getattr(model, name)
