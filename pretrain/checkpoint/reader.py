@@ -84,7 +84,7 @@ class Reader:
 
 @torch.no_grad()
 def load_shard(reader: Reader, shard: Shard, moments: bool = True) -> None:
-    """Fills a rank's masters (and moments) from a checkpoint of any layout.
+    """Fills a rank's masters from a checkpoint of any layout; its moments too, or with zeros.
 
     Raises:
         Damaged: see Reader; also where a tensor is absent or of another shape.
@@ -106,6 +106,8 @@ def load_shard(reader: Reader, shard: Shard, moments: bool = True) -> None:
             for box in boxes_of([s]):
                 reader.fill(kind, box.name, box.offset, box.view(flat))
         reader.forget()
+    for kind in set(shard.kinds) - set(kinds):  # what a damaged checkpoint may have left there
+        shard.tensor(kind).zero_()
 
 
 def load_logical(folder: str | Path, kind: str = "master") -> dict[str, Tensor]:
