@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,7 +37,6 @@ class SourceModel:
     missing_heads: list[str] = field(default_factory=list)
     dropped: dict[str, str] = field(default_factory=dict)
     tokenizer: Path | None = None
-    lowercase: bool | None = None
 
 
 def hf_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -101,10 +100,13 @@ def finish(
     """
     import torch
 
-    has_pooler = all(name in tensors for name in POOLER)
-    if not has_pooler:
+    dropped = dict(dropped)
+    for head, names in (("pooler", POOLER), ("next-sentence head", NSP)):
+        _whole_or_absent(head, names, tensors, origin)
+    if POOLER[0] not in tensors:
         config.nsp_head = False
-        tensors = {k: v for k, v in tensors.items() if k not in POOLER + NSP}
+        dropped |= {name: "it reads the pooler, which is absent" for name in NSP if name in tensors}
+        tensors = {k: v for k, v in tensors.items() if k not in NSP}
     shapes = hf_shapes(config)
     missing = [name for name in shapes if name not in tensors]
     lost = [name for name in missing if not is_head(name)]
@@ -113,12 +115,8 @@ def finish(
             f"{origin}: {len(lost)} encoder tensors are missing, first {lost[0]}",
             "only heads may be absent; the file is incomplete or not a BERT",
         )
-    partial = [n for n in missing if n.startswith("cls.predictions.")]
-    if partial and len(partial) < 5:
-        raise UserError(
-            f"{origin}: the masked-LM head lacks {', '.join(partial)}",
-            "a head must be whole or absent; the file is incomplete",
-        )
+    mlm = [name for name in shapes if name.startswith("cls.predictions.")]
+    _whole_or_absent("masked-LM head", mlm, tensors, origin)
     unknown = [name for name in tensors if name not in shapes]
     if unknown:
         raise UserError(
@@ -140,6 +138,13 @@ def finish(
             raise UserError(
                 f"{origin}: {name} holds NaN or Inf", "the model is broken; use another"
             )
-    return SourceModel(
-        config, tensors, layout, origin, [n for n in missing if is_head(n)], dict(dropped)
-    )
+    return SourceModel(config, tensors, layout, origin, [n for n in missing if is_head(n)], dropped)
+
+
+def _whole_or_absent(head: str, names: Sequence[str], found: Container[str], origin: Path) -> None:
+    lacks = [name for name in names if name not in found]
+    if lacks and len(lacks) < len(names):
+        raise UserError(
+            f"{origin}: the {head} lacks {', '.join(lacks)}",
+            "a head must be whole or absent; the file is incomplete",
+        )

@@ -166,6 +166,14 @@ FOREIGN: dict[str, tuple[Callable[[Path], None], str]] = {
         weights(lambda t: t.pop("cls.predictions.transform.dense.bias") is None),
         "cls.predictions.transform.dense.bias",
     ),
+    "half a pooler": (
+        weights(lambda t: t.pop("bert.pooler.dense.bias") is None),
+        "pooler lacks bert.pooler.dense.bias",
+    ),
+    "half an NSP head": (
+        weights(lambda t: t.pop("cls.seq_relationship.weight") is None),
+        "next-sentence head lacks cls.seq_relationship.weight",
+    ),
     "untied decoder": (
         weights(lambda t: t.update({"cls.predictions.decoder.weight": torch.ones(27, 16)})),
         "decoder.weight differs",
