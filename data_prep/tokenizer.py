@@ -1,7 +1,8 @@
 """Tokenizers: WordPiece, SentencePiece unigram and BPE, byte-level BPE; trained here or loaded.
 
 Whatever the kind, the thing that encodes is a `tokenizers` object, the same that is saved for
-`transformers.AutoTokenizer`, so that preparation, training and export agree on every id.
+`transformers.AutoTokenizer`, so that preparation, training and export agree on every id. One thing
+differs: the name of a special token in a text that is prepared is not that token.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ class Tokenizer:
         self, backend: Backend, kind: str, specials: dict[str, str], switches: dict[str, object]
     ) -> None:
         self.backend, self.kind, self.specials, self.switches = backend, kind, specials, switches
+        # The words "[PAD]" or "</s>" in a text are text; as in BERT's own tool they are cut up.
+        backend.encode_special_tokens = True
         vocab = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocab.values()) + 1
         self.special_ids = {role: vocab[specials[role]] for role in ROLES}
@@ -61,7 +64,7 @@ class Tokenizer:
         parts = json.loads(self._text)
         if not WordCache.usable(parts):
             return None
-        return WordCache(self.backend, list(self.specials.values()), self.dtype, parts)
+        return WordCache(self.backend, self.dtype, parts)
 
     def encode_sentences(self, sentences: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Ids of all sentences in a row (uint16 or int32) and offsets (int64 [n + 1]); no special

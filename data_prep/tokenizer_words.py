@@ -5,8 +5,7 @@ does to a character looks past such a cut (its normaliser maps character by char
 only combining marks, which these are not). So the ids of a text are the ids of the pieces between
 cuts, and a piece met before needs no second look. There are two caches, one behind the other: of
 what stands between spaces (`(Berlin),`) and of words and marks inside that (`Berlin`). What neither
-knows is encoded by the real tokenizer, whatever strange characters it holds; so is every sentence
-with the text of a special token in it, which the real tokenizer finds before it cuts anything.
+knows is encoded by the real tokenizer, whatever strange characters it holds.
 """
 
 from __future__ import annotations
@@ -96,11 +95,9 @@ def _grown(array: np.ndarray, size: int) -> np.ndarray:
 class WordCache:
     """Encodes sentences as `backend` does, a BERT WordPiece (see `usable`)."""
 
-    def __init__(
-        self, backend: Backend, specials: Sequence[str], dtype: np.dtype, parts: dict[str, Any]
-    ) -> None:
-        """parts: the tokenizer.json of `backend`."""
-        self.backend, self.specials, self.dtype = backend, specials, dtype
+    def __init__(self, backend: Backend, dtype: np.dtype, parts: dict[str, Any]) -> None:
+        """backend: one that reads special tokens in a text as text; parts: its tokenizer.json."""
+        self.backend, self.dtype = backend, dtype
         normalizer, longest = parts["normalizer"], parts["model"]["max_input_chars_per_word"]
         self.lowercase = normalizer["lowercase"]
         # Words that are their own token; longer ones are unknown to WordPiece, whatever it holds.
@@ -133,13 +130,12 @@ class WordCache:
 
     def _batch(self, sentences: Sequence[str]) -> Encoded:
         text = END.join(sentences)
-        odd_ones = [END, *self.specials]
-        if text.count(END) == len(sentences) - 1 and not any(s in text for s in self.specials):
+        if text.count(END) == len(sentences) - 1:
             return self.cache.encode(sentences)
         parts: list[Encoded] = []
         plain: list[str] = []
         for sentence in sentences:
-            if any(mark in sentence for mark in odd_ones):
+            if END in sentence:
                 parts += [self.cache.encode(plain), self._real([sentence])]
                 plain = []
             else:

@@ -96,7 +96,7 @@ def test_a_full_cache_starts_anew_and_ids_stay(tokenizers, monkeypatch) -> None:
     monkeypatch.setattr("data_prep.tokenizer_words.LARGEST_CACHE", 2000)
     monkeypatch.setattr("data_prep.tokenizer_words.BATCH", 200)
     backend = tokenizers[True, None].backend
-    cache = WordCache(backend, SPECIALS, np.dtype(np.uint16), json.loads(backend.to_str()))
+    cache = WordCache(backend, np.dtype(np.uint16), json.loads(backend.to_str()))
     resets = []
     real_reset = Cache._reset
     monkeypatch.setattr(Cache, "_reset", lambda self: (resets.append(1), real_reset(self))[1])
@@ -124,6 +124,17 @@ def test_no_sentences_and_empty_ones(tokenizers) -> None:
     same_ids(tokenizers[True, None], [])
     same_ids(tokenizers[True, None], [""])
     same_ids(tokenizers[True, None], ["", "a", " ", "", "[MASK]", ""])
+
+
+@pytest.mark.parametrize("switches", SETTINGS)
+@pytest.mark.parametrize("special", SPECIALS)
+def test_the_name_of_a_special_token_in_a_text_is_text(tokenizers, switches, special) -> None:
+    tokenizer = tokenizers[switches]
+    values, _ = tokenizer.encode_sentences(
+        [f"a {special} b", f"{special}", f"x{special}{special}y"]
+    )
+    controls = {tokenizer.special_ids[role] for role in ("pad", "cls", "sep", "mask")}
+    assert not controls & set(values.tolist())
 
 
 def test_real_text(real_data) -> None:
