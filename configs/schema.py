@@ -55,8 +55,10 @@ class VocabConfig:
     kind: str = "wordpiece"
     file: str = ""  # vocab.txt, tokenizer.json, .model, or a folder with vocab.json + merges.txt
     size: int = 30522
+    # Of a vocabulary trained here or of a lone vocab.txt: tokenizer.json and tokenizer_config.json
+    # say it themselves. strip_accents None: as lowercase says (BERT's own behaviour).
     lowercase: bool = True
-    strip_accents: bool | None = None  # None: as lowercase says (BERT's own behaviour)
+    strip_accents: bool | None = None
     min_frequency: int = 2
     sample_mb: int = 500  # text the vocabulary is trained on, spread over the sources; 0 = all
 

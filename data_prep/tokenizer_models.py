@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ BYTE_SPECIALS = {role: names[1] for role, names in NAMES.items()}
 LONGEST_WORD = 100  # characters; a longer one is [UNK] to WordPiece, as to BERT's own
 LONGEST_RUN = 1000  # characters byte-level BPE learns from as one word; Thai has sentences of one
 
+SIDE = "tokenizer_config.json"
+
 Built = tuple[Backend, str, dict[str, str], dict[str, object]]
 
 
@@ -48,9 +51,8 @@ def build_model(config: VocabConfig) -> Built:
     if path.is_dir():
         return _from_folder(path, config)
     if not path.is_file():
-        raise UserError(
-            f"vocab.file={config.file}: no such file", "give a vocab.txt, tokenizer.json or .model"
-        )
+        what = f"vocab.file={config.file}: no such file"
+        raise UserError(what, "give a vocab.txt, tokenizer.json or .model")
     if path.suffix == ".json":
         return _from_json(path, config)
     if path.suffix == ".model":
@@ -60,13 +62,11 @@ def build_model(config: VocabConfig) -> Built:
 
 def train_model(config: VocabConfig, texts: Iterator[str]) -> Built:
     """Trains on texts; see `build_model` for what comes back."""
-    if config.kind == "wordpiece":
-        return _train_wordpiece(config, texts)
-    if config.kind == "byte-bpe":
-        return _train_byte_bpe(config, texts)
-    if config.kind in ("unigram", "bpe"):
-        return _train_pieces(config, texts)
-    raise UserError(f"vocab.kind={config.kind}", "known kinds: wordpiece, unigram, bpe, byte-bpe")
+    pieces = {"unigram": _train_pieces, "bpe": _train_pieces}
+    kinds = {"wordpiece": _train_wordpiece, "byte-bpe": _train_byte_bpe, **pieces}
+    if config.kind not in kinds:
+        raise UserError(f"vocab.kind={config.kind}", f"known kinds: {', '.join(kinds)}")
+    return kinds[config.kind](config, texts)
 
 
 def read_vocab(path: Path) -> dict[str, int]:
@@ -89,10 +89,9 @@ def read_vocab(path: Path) -> dict[str, int]:
             what = f"{path}: line {number + 1} is blank"
             raise UserError(what, "remove it; ids are line numbers")
         if token in vocab:
-            raise UserError(
-                f"{path}: {token!r} is listed twice (lines {vocab[token] + 1} and {number + 1})",
-                "each entry has one id: remove one of the two",
-            )
+            lines_of = f"lines {vocab[token] + 1} and {number + 1}"
+            what = f"{path}: {token!r} is listed twice ({lines_of})"
+            raise UserError(what, "each entry has one id: remove one of the two")
         vocab[token] = number
     return vocab
 
@@ -110,10 +109,8 @@ def find_specials(
         else:
             found[role] = token
     if missing:
-        raise UserError(
-            f"{origin}: the vocabulary has no {', '.join(missing)}",
-            "BERT needs [PAD] [UNK] [CLS] [SEP] [MASK]; train one with `python -m data_prep vocab`",
-        )
+        remedy = "BERT needs [PAD] [UNK] [CLS] [SEP] [MASK]; `python -m data_prep vocab` trains one"
+        raise UserError(f"{origin}: the vocabulary has no {', '.join(missing)}", remedy)
     return found
 
 
@@ -241,11 +238,13 @@ def _from_folder(folder: Path, config: VocabConfig) -> Built:
     if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
         return _from_merges(folder)
     if (folder / "vocab.txt").is_file():
+        said = read_json(file, "delete it") if (file := folder / SIDE).is_file() else {}
+        names = {"do_lower_case": "lowercase", "strip_accents": "strip_accents"}
+        known = {ours: said[key] for key, ours in names.items() if type(said.get(key)) is bool}
+        config = replace(config, **known)
         return _wordpiece(read_vocab(folder / "vocab.txt"), str(folder / "vocab.txt"), config)
-    raise UserError(
-        f"{folder}: no tokenizer in it",
-        "a folder holds tokenizer.json, or vocab.json with merges.txt, or vocab.txt",
-    )
+    remedy = "a folder holds tokenizer.json, or vocab.json with merges.txt, or vocab.txt"
+    raise UserError(f"{folder}: no tokenizer in it", remedy)
 
 
 def _from_merges(folder: Path) -> Built:
@@ -273,8 +272,8 @@ def _from_json(path: Path, config: VocabConfig) -> Built:
             remedy = f"delete {path.parent} and run `python -m data_prep vocab RECIPE` again"
         raise UserError(f"{path}: not a tokenizer.json ({error})", remedy) from None
     side: dict[str, object] = {}
-    if (path.parent / "tokenizer_config.json").is_file():
-        side = read_json(path.parent / "tokenizer_config.json", "get it again, or delete it")
+    if (path.parent / SIDE).is_file():
+        side = read_json(path.parent / SIDE, "get it again, or delete it")
     known = {}
     for role in ROLES:
         value = side.get(f"{role}_token")

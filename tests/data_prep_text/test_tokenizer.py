@@ -53,8 +53,9 @@ def exported(tokenizer: Tokenizer, folder: Path) -> Any:
 def agree(tokenizer: Tokenizer, other: Any, texts: list[str]) -> None:
     values, offsets = tokenizer.encode_sentences(texts)
     ours = [values[a:b].tolist() for a, b in zip(offsets, offsets[1:])]
-    theirs = [other(text, add_special_tokens=False)["input_ids"] for text in texts]
-    assert ours == theirs
+    # As in what is prepared, the name of a special token is text.
+    as_text = {"add_special_tokens": False, "split_special_tokens": True}
+    assert ours == [other(text, **as_text)["input_ids"] for text in texts]
 
 
 NORMAL = {
@@ -365,3 +366,15 @@ def test_merges_that_cannot_be(tmp_path, line) -> None:
     (tmp_path / "merges.txt").write_text(f"a b\n{line}\n", errors="surrogateescape")
     with pytest.raises(UserError, match="merges.txt: not the pairs"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("lower", [True, False])
+@pytest.mark.parametrize("strip", [True, False])
+def test_the_case_that_a_folder_says_of_its_vocab_txt_is_used(tmp_path, lower, strip) -> None:
+    vocab_file(tmp_path, SPECIALS + sorted({*LETTERS, "'"}))
+    said = {"do_lower_case": lower, "strip_accents": strip}
+    config = said | {"tokenizer_class": "BertTokenizer"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = load(VocabConfig(file=str(tmp_path), lowercase=not lower))
+    assert said.items() <= tokenizer.switches.items()
+    agree(tokenizer, AutoTokenizer.from_pretrained(tmp_path), [SENTENCE])
