@@ -220,21 +220,25 @@ def _most_common(words: Counter[str], count: int) -> dict[str, int]:
 
 
 def find_duplicates(context: Context, bucket: int) -> int:
-    """Reduce task: documents of this bucket of hashes whose text an earlier document has.
+    """Reduce task: documents of this bucket of hashes whose text another document has.
 
-    Writes their units and numbers, in order; returns how many they are.
+    Of equal ones the first of the source with the highest weight stays: what one source leaves out
+    by its weight must not take it from another. Writes their units and numbers, in order; returns how many they are.
     """
     path = context.bucket_file(bucket)
     if not is_whole(path):
-        hashes, units, numbers = [], [], []
+        hashes, units, numbers, weights = [], [], [], []
         for unit in range(context.units):
-            seen = load_arrays(context.unit_file(unit))[0]["hashes"]
+            arrays, meta = load_arrays(context.unit_file(unit))
+            seen = arrays["hashes"]
             mine = np.flatnonzero(seen[:, 0] % np.uint64(context.buckets) == bucket)
             hashes.append(seen[mine])
             units.append(np.full(len(mine), unit, np.int32))
             numbers.append(mine.astype(np.int32))
-        keys, unit_of, number_of = (np.concatenate(a) for a in (hashes, units, numbers))
-        order = np.lexsort((keys[:, 1], keys[:, 0]))  # stable: the first stays first
+            weights.append(np.full(len(mine), context.sources[meta["source"]].weight))
+        lists = (hashes, units, numbers, weights)
+        keys, unit_of, number_of, weight_of = (np.concatenate(a) for a in lists)
+        order = np.lexsort((-weight_of, keys[:, 1], keys[:, 0]))  # stable: the first stays first
         ordered = keys[order]
         again = np.zeros(len(order), bool)
         again[1:] = (ordered[1:] == ordered[:-1]).all(axis=1)

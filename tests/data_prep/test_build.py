@@ -144,6 +144,21 @@ def test_exact_duplicates_are_dropped_wherever_they_are(tmp_path: Path, small_un
     assert all(not s["dropped"] for s in index["sources"])
 
 
+@pytest.mark.parametrize("weights", [(0.1, 1.0), (1.0, 0.1), (0.5, 2.0)])
+def test_a_source_of_low_weight_does_not_take_texts_from_another(
+    tmp_path: Path, small_units: None, weights: tuple[float, float]
+) -> None:
+    """All documents of both; whichever comes first, all are used as the higher weight says."""
+    text = write_texts(tmp_path / "text", files=40)
+    sources = ", ".join(
+        f"{{kind: text, name: s{n}, path: {text}, weight: {w}}}" for n, w in enumerate(weights)
+    )
+    index = read_index(build(recipe_file(tmp_path, text), f"sources=[{sources}]") / "len64")
+    used = [s["documents_trained_on"] + s["documents_held_out"] for s in index["sources"]]
+    high = weights.index(max(weights))
+    assert used[high] == 40 and used[1 - high] == 0
+
+
 def test_held_out_split_is_of_the_text_alone(tmp_path: Path, small_units: None) -> None:
     """Same documents held out whatever the seed, length, weights, order of files or objective."""
     text = write_texts(tmp_path / "text", files=30)
