@@ -172,7 +172,10 @@ def _documents(plan: Plan, todo: list[str], executor: Executor) -> list[dict[str
             sum(passes) + max(passes)
         )
         per_copy = size / BYTES_PER_TOKEN * (2 if plan.tokenizer["vocab_size"] <= 65536 else 4)
-        check_disk(context.folder, int(per_copy * 1.1 * copies), "the build")
+        need = int(per_copy * 1.1 * copies)
+        sets = Path(plan.recipe.work_dir) / "shards"
+        made = sum(_bytes_in(f) for f in (context.folder, *(sets / name for name in todo)))
+        check_disk(context.folder, max(0, need - made), "the build")
 
     executor.once(prepare)
     sizes = [unit.range.size for unit in plan.units]
@@ -192,6 +195,10 @@ def _documents(plan: Plan, todo: list[str], executor: Executor) -> list[dict[str
             find_duplicates, context, buckets, [1] * len(buckets), "find duplicates", "buckets"
         )
     return counts
+
+
+def _bytes_in(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _build_set(plan: Plan, name: str, counts: list[dict[str, Any]], executor: Executor) -> None:

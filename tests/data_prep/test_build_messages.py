@@ -105,6 +105,24 @@ def test_disk_need_is_told_and_checked(
     assert "disk: the build needs about" in capsys.readouterr().out
 
 
+def test_what_a_killed_build_left_is_not_asked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = recipe_file(tmp_path, write_texts(tmp_path / "text"))
+    needs: list[int] = []
+    monkeypatch.setattr("data_prep.pipeline.check_disk", lambda _, need, __: needs.append(need))
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("data_prep.pipeline._build_set", killed)
+        build(recipe)
+    left = sum(p.stat().st_size for p in (tmp_path / "run/shards").rglob("*") if p.is_file())
+    open_checked(build(recipe) / "len64")
+    assert left > 1000 and needs[0] - left <= needs[1] < needs[0]
+
+
 def test_text_without_rows_is_an_error(tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.mkdir()
