@@ -45,7 +45,7 @@ class LossScaler:
     def __init__(self, config: GuardConfig) -> None:
         self.floor, self.max_skipped = config.min_loss_scale, config.max_skipped_updates
         self.scale = max(config.initial_loss_scale, self.floor)
-        self.good = self.skipped = self.skipped_total = 0
+        self.good = self.skipped = 0
 
     def update(self, overflow: bool) -> bool:
         """Takes the outcome of a backward pass; True = apply the update, False = skip it.
@@ -58,7 +58,7 @@ class LossScaler:
             if self.good >= self.GROWTH_INTERVAL:
                 self.good, self.scale = 0, min(self.scale * 2, max(self.CEILING, self.floor))
             return True
-        self.good, self.skipped, self.skipped_total = 0, self.skipped + 1, self.skipped_total + 1
+        self.good, self.skipped = 0, self.skipped + 1
         self.scale = max(self.scale / 2, self.floor)
         if self.skipped >= self.max_skipped:
             raise TrainingStopped(
@@ -70,14 +70,12 @@ class LossScaler:
 
     def state(self) -> dict[str, Any]:
         """For the checkpoint: plain numbers."""
-        return {"scale": self.scale, "good": self.good, "skipped": self.skipped,
-                "skipped_total": self.skipped_total}  # fmt: skip
+        return {"scale": self.scale, "good": self.good, "skipped": self.skipped}
 
     def load(self, state: dict[str, Any]) -> None:
         """The inverse of `state`; the scale is never below the floor of this run."""
         self.scale = max(float(state["scale"]), self.floor)
         self.good, self.skipped = int(state["good"]), int(state["skipped"])
-        self.skipped_total = int(state["skipped_total"])
 
 
 class LossGuard:

@@ -2,8 +2,8 @@
 
 A BERT layer is some forty kernel launches each way. Launched one by one from Python they take as
 long as the kernels themselves on a fast GPU; replayed as a graph they cost nothing. One graph is
-recorded for each shape (packing makes at most sixteen in a run), all sharing one memory pool,
-which is safe since they run one after the other. Both ways run the same kernels: the same bits.
+recorded for each shape (a few a phase: packing rounds tokens, rows and predictions up), all sharing
+one memory pool, which is safe since they run one after the other. Both ways run the same kernels: the same bits.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from configs.files import LOCK, folder_beside, named
 from configs.log import LOG
 from configs.model import ModelConfig
 from pretrain.convert.card import commit, last_scores, model_card
-from pretrain.convert.hf import SHARD_BYTES, config_to_hf, sync_folder, write_weights
+from pretrain.convert.hf import SHARD_BYTES, config_to_hf, sync_tree, write_weights
 from pretrain.convert.mask_token import fit_around_mask
 from pretrain.convert.opening import Opened, open_model
 from pretrain.convert.vocabulary import TOKENIZER_FILES, special_names, tokenizer_size, write_folder
@@ -85,7 +85,7 @@ def export(
         say(f"{path}: {count} tensors written; reloading with transformers to compare")
         difference = self_check(fresh, model)
         del model
-        sync_folder(fresh)
+        sync_tree(fresh)
         accept(fresh)
         _refuse_others(out)
     what = "logits differ" if dtype == "fp32" else f"logits of the model rounded to {dtype} differ"

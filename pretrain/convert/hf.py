@@ -313,7 +313,7 @@ def refused_writes(path: Path) -> Iterator[None]:
         ) from None
 
 
-def sync_folder(folder: Path) -> None:
+def sync_tree(folder: Path) -> None:
     """fsync of every file and of the folder, before a rename publishes it."""
     for path in [*folder.rglob("*"), folder]:
         handle = os.open(path, os.O_RDONLY)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from configs import UserError, say
 from configs.files import folder_beside, named
-from pretrain.convert.hf import sync_folder
+from pretrain.convert.hf import sync_tree
 from pretrain.convert.layouts import read_foreign
 from pretrain.convert.vocabulary import write_folder
 
@@ -62,7 +62,7 @@ def import_model(
     with folder_beside(out) as fresh:
         write_folder(model.tokenizer, fresh / "vocab", lowercase, longest)
         save_logical(fresh / "train", tensors, meta)
-        sync_folder(fresh)
+        sync_tree(fresh)
         if out.exists():
             out.resolve().rmdir()  # empty still, or it stays
     for reason in dict.fromkeys(model.dropped.values()):

@@ -13,6 +13,7 @@ import numpy as np
 
 MASK = 0xFFFFFFFF
 GOLDEN = 0x9E3779B9
+MULTIPLY_1, MULTIPLY_2 = 0x7FEB352D, 0x846CA68B
 
 # Streams keep the uses apart: two uses of one (seed, phase, epoch, row, position) are independent.
 ORDER_BLOCKS, ORDER_WINDOW, ORDER_SHIFT = 1, 2, 3
@@ -22,9 +23,9 @@ DROPOUT, MASK_SCORE, MASK_KIND, MASK_TOKEN, SPAN_LENGTH = 11, 12, 13, 14, 15
 def mix(x: Any) -> Any:
     """The lowbias32 finaliser: a bijection of 32-bit integers with nearly ideal avalanche."""
     x = x ^ (x >> 16)
-    x = x * 0x7FEB352D & MASK
+    x = x * MULTIPLY_1 & MASK
     x = x ^ (x >> 15)
-    x = x * 0x846CA68B & MASK
+    x = x * MULTIPLY_2 & MASK
     return x ^ (x >> 16)
 
 

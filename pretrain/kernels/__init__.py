@@ -3,8 +3,9 @@
 All offer the same functions with the same meaning; `plain.py` is the specification, `fused.py`
 collects the Triton kernels, `fused_fp8.py` replaces some by those with 8-bit products:
 
-    attention, bias_dropout_add_norm, dropout, bias_gelu, layer_norm, embedding, linear,
-    forked_linear, summed_linear, linear_cross_entropy, lamb_moments, lamb_apply
+    attention, bias_dropout_add_norm, dropout, bias_gelu, layer_norm, embedding,
+    linear, forked_linear, summed_linear, gathered_linear, scattered_linear, linear_cross_entropy,
+    lamb_moments, lamb_apply, matrix_momentum, matrix_norms, matrix_apply
 
 Shapes: T tokens of R packed rows (`cu_seqlens` int32 [R + 1]), H hidden, `token_keys` int32 [T].
 Dropout is a pure function of (token key, seed, site, channel): see `hashing.py`.

@@ -23,10 +23,8 @@ from __future__ import annotations
 
 import torch
 
-MASK = 0xFFFFFFFF
-MULTIPLY_1 = 0x7FEB352D
-MULTIPLY_2 = 0x846CA68B
-GOLDEN = 0x9E3779B9
+from pretrain.data.counter import GOLDEN, MASK, MULTIPLY_1, MULTIPLY_2, mix
+
 HEAD_STRIDE = 65536
 
 
@@ -42,19 +40,9 @@ def keep_scale(p: float) -> float:
     return 65536.0 / (65536 - threshold(p))
 
 
-def mix(x: int) -> int:
-    """lowbias32 on a Python integer."""
-    x &= MASK
-    x ^= x >> 16
-    x = x * MULTIPLY_1 & MASK
-    x ^= x >> 15
-    x = x * MULTIPLY_2 & MASK
-    return x ^ x >> 16
-
-
 def stream(seed: int, site: int) -> int:
     """The 32-bit number of a dropout place, the same for the whole run."""
-    return mix(seed ^ mix(site + 0x51ED27))
+    return mix((seed ^ mix(site + 0x51ED27)) & MASK)
 
 
 def signed(x: int) -> int:
@@ -63,7 +51,7 @@ def signed(x: int) -> int:
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
-    """`mix` on int32, in place; shifts are made logical by masking off the copied sign bits."""
+    """`counter.mix` on int32, in place; shifts are made logical by masking off the copied sign bits."""
     x ^= (x >> 16) & 0xFFFF
     x *= MULTIPLY_1
     x ^= (x >> 15) & 0x1FFFF
