@@ -53,6 +53,7 @@ class Plan:
     shards: dict[str, Shards]
     micro_batch_tokens: int
     newest: int = 0  # step of the newest checkpoint, 0 without one
+    origin: str = ""  # what update 0 took its weights from, "" where they were drawn
     spent_s: float = 0.0  # of train.max_minutes, up to it
     phase_ends: list[int] = field(default_factory=list)  # of the phases before the current one
     warnings: list[str] = field(default_factory=list)
@@ -204,6 +205,7 @@ def _check_checkpoint(recipe: Recipe, plan: Plan) -> None:
             folder = resolve(recipe.checkpoint.init_from)
             meta = read_meta(folder)
             _check_meta(meta, plan, "checkpoint.init_from")
+            plan.origin = _origin(meta) or str(folder)
             # An imported model knows no fingerprint, but its tokenizer lies beside it.
             vocab = folder.resolve() / "../../../vocab/tokenizer.json"
             if not meta.get("tokenizer_fingerprint") and vocab.is_file():
@@ -230,11 +232,21 @@ def _check_checkpoint(recipe: Recipe, plan: Plan) -> None:
     if "state" not in meta and not absent:
         raise UserError(f"{folder} has no optimiser and schedule state", "resume from an older one")
     plan.goes_on_from(meta.get("state", {}))
+    plan.origin = _origin(meta)
+    first, named = "", recipe.checkpoint.init_from
     if "recipe" in meta:
+        first = meta["recipe"].get("checkpoint", {}).get("init_from", "")
         changed = difference(
             _decides(meta["recipe"], meta["model"]), _decides(to_dict(recipe), to_dict(plan.model))
         )
         plan.warnings += [f"changed since {folder.name}: {line}" for line in changed]
+    if named not in ("", first):
+        plan.warnings.append(f"checkpoint.init_from={named} is not read: {folder} is gone on from")
+    recipe.checkpoint.init_from = first  # what is recorded with the next checkpoint stays true
+
+
+def _origin(meta: Mapping[str, Any]) -> str:
+    return str(meta.get("origin") or meta.get("imported", {}).get("from", ""))
 
 
 def _decides(recipe: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:

@@ -121,6 +121,7 @@ def _assemble(plan: Plan, device: torch.device, watchdog: Watchdog) -> Run:
     identity = {
         "model": to_dict(plan.model),
         "recipe": to_dict(recipe),
+        "origin": plan.origin,
         "tensors": {p.name: list(p.logical_shape) for p in pieces},
         "tokenizer_fingerprint": next(iter(plan.shards.values())).tokenizer_fingerprint,
         "shards": {name: s.fingerprint for name, s in plan.shards.items()},

@@ -88,6 +88,7 @@ def model_card(
         "## Training",
         "",
         f"Update {meta.get('step', 0)}.{_by_train(recipe, config.nsp_head)}",
+        *([f"Update 0 had the weights of `{meta['origin']}`."] if meta.get("origin") else []),
     ]
     for phase, made in zip(recipe.get("phases", []), updates_made(meta)):
         schedule, rate = phase.get("schedule", {}), phase.get("mask_probability")

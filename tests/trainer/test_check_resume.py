@@ -11,7 +11,7 @@ from pretrain import checks
 from pretrain.checkpoint import latest, save_logical
 from pretrain.checkpoint.folder import INDEX, folder_of, read_meta, write_json
 from pretrain.train import main
-from tests.trainer.runs import plan
+from tests.trainer.runs import fresh, plan
 
 
 def checkpoint(run, step=5, **changes):
@@ -185,3 +185,17 @@ def test_a_damaged_index_is_left_to_the_trainer(run):
     (folder / INDEX).write_text("{")
     assert plan(run).newest == 0
     assert latest(run / "train") == folder_of(run / "train", 5)
+
+
+def test_what_a_training_started_from_stays_recorded(run, tmp_path):
+    """Whatever init_from a later command gives: it is not read, which is said."""
+    first = checkpoint(fresh(run, tmp_path / "first"), imported={"from": "google/bert"})
+    found = plan(run, f"checkpoint.init_from={first}")
+    assert found.origin == "google/bert" and not found.warnings
+    recipe = checks.to_dict(found.recipe)
+    folder = checkpoint(run, recipe=recipe, origin=found.origin)
+    for given, said in (("", 0), (first, 0), (run, 1)):
+        found = plan(run, f"checkpoint.init_from={given}")
+        assert found.recipe.checkpoint.init_from == str(first)
+        assert found.origin == "google/bert" and len(found.warnings) == said
+    assert f"init_from={run} is not read: {folder} is gone on from" in found.warnings[0]
