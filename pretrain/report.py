@@ -1,6 +1,6 @@
 """`python -m pretrain report RUN [RUN ...]`: one HTML page with the curves of runs, overlaid.
 
-The page needs nothing else (plots are inside it); the loss curve is also written as loss.png.
+The page needs nothing else (plots are inside it); the loss curve is also written as a PNG.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ _PLOTS = [
 ]  # fmt: skip
 _LOG_SCALE = {"grad_norm", "loss_scale", "trust_ratio_min"}  # where values span decades
 
+_MARK = "<meta name=generator content=lambert>"
 _STYLE = """body{font:15px/1.45 system-ui,sans-serif;max-width:1180px;margin:2em auto;padding:0 1em;color:#222}
 table{border-collapse:collapse;margin:1em 0}td,th{padding:.25em .8em;border-bottom:1px solid #ddd;text-align:right}
 th:first-child,td:first-child{text-align:left}.plots{display:flex;flex-wrap:wrap;gap:10px}.plots img{width:575px;max-width:100%}
@@ -87,6 +88,8 @@ def load_run(run: str | Path) -> Run:
     by_kind: dict[str, list[dict[str, Any]]] = {"train": [], "eval": [], "event": []}
     for record in records:
         by_kind.setdefault(record.get("kind", ""), []).append(record)
+    if not records and (folder / LOG).stat().st_size:
+        raise UserError(f"{folder / LOG}: not one line of it is a record", "restore it")
     if not by_kind["train"]:
         raise UserError(f"{folder / LOG}: no update is finished yet", "try again later")
     recipe_file = folder / "recipe.json"
@@ -160,7 +163,7 @@ def render(runs: list[Run]) -> str:
     )
     return "\n".join(
         [
-            "<!doctype html><html lang=en><meta charset=utf-8>",
+            f"<!doctype html><html lang=en><meta charset=utf-8>{_MARK}",
             f"<title>{html.escape(', '.join(names))}</title><style>{_STYLE}</style>",
             f"<h1>{html.escape(', '.join(names))}</h1>",
             *table,
@@ -247,9 +250,18 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--output", help="the page; default: train/report.html of the first run")
     options = parser.parse_args(argv)
     runs = [load_run(run) for run in options.runs]
-    page = Path(options.output) if options.output else runs[0].folder / "report.html"
+    page, picture = runs[0].folder / "report.html", runs[0].folder / "loss.png"
+    if options.output:
+        page = Path(options.output)
+        if page.suffix != ".html":
+            raise UserError(f"--output {page}", "a name that ends in .html")
+        picture = page.with_suffix(".png")
+        for file in (page, picture):
+            ours = page.is_file() and _MARK in page.read_text(encoding="utf-8", errors="replace")
+            if file.exists() and not ours:
+                raise UserError(f"{file}: exists and is no report", "name another file")
     make_folder(page.parent)
     page.write_text(render(runs), encoding="utf-8")
-    picture = plot_loss(runs[0], page.with_name("loss.png"))
+    plot_loss(runs[0], picture)
     say(f"report: {page}\nloss curve: {picture}")
     return 0

@@ -180,6 +180,26 @@ def test_report_is_one_page_with_both_runs_and_nothing_to_fetch(two_runs, capsys
     assert (two_runs[0] / "train" / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_report_takes_the_place_of_a_report_only(two_runs, tmp_path) -> None:
+    run, page = str(two_runs[0]), tmp_path / "curves.html"
+    for _ in range(2):  # the second replaces the first
+        assert main([run, "--output", str(page)]) == 0
+    assert page.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    others = {"mine.yaml": "mine.yaml", "page.html": "page.html", "other.html": "other.png"}
+    for output, there in others.items():
+        (tmp_path / there).write_text("mine")
+        with pytest.raises(UserError, match=output if output == "mine.yaml" else there):
+            main([run, "--output", str(tmp_path / output)])
+        assert (tmp_path / there).read_text() == "mine"
+
+
+def test_a_log_without_a_record_is_called_damaged(tmp_path) -> None:
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train/log.jsonl").write_bytes(b"\x00\x00 {")
+    with pytest.raises(UserError, match="not one line of it is a record"):
+        load_run(tmp_path)
+
+
 @pytest.mark.parametrize("content", ["[]", "{}", '{"name": "x"}', '{"name": "x", "model": "bert"}'])
 def test_a_damaged_recipe_is_named_and_the_log_reported(tmp_path, capsys, content) -> None:
     train(tmp_path / "one" / "train")
