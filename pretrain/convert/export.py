@@ -7,25 +7,32 @@ import json
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatch
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from configs import UserError, say
-from configs.files import LOCK, folder_beside, named
+from configs.files import LOCK, folder_beside, named, read_json
 from configs.log import LOG
 from configs.model import ModelConfig
 from pretrain.convert.card import commit, last_scores, model_card
 from pretrain.convert.hf import SHARD_BYTES, config_to_hf, sync_tree, write_weights
 from pretrain.convert.mask_token import fit_around_mask
-from pretrain.convert.opening import Opened, open_model
-from pretrain.convert.vocabulary import TOKENIZER_FILES, special_names, tokenizer_size, write_folder
+from pretrain.convert.opening import PROVENANCE, RECORDED, Opened, open_model
+from pretrain.convert.vocabulary import (
+    TOKENIZER_FILES,
+    given,
+    special_names,
+    tokenizer_size,
+    write_folder,
+)
 
 if TYPE_CHECKING:
     from pretrain.model import BertForPreTraining
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-PROVENANCE = "lambert.json"
-_WRITTEN = (PROVENANCE, "README.md", "config.json", "model*.safetensors*", *TOKENIZER_FILES, LOCK)
+CARD = "README.md"
+_WRITTEN = (PROVENANCE, CARD, "config.json", "model*.safetensors*", *TOKENIZER_FILES, LOCK)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -36,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
         Path(options.run),
         named(options.out),
         dtype=options.dtype,
-        vocab=Path(options.vocab) if options.vocab else None,
+        vocab=given(options.vocab),
         shard_bytes=int(options.shard_gb * 1024**3),
     )
     return 0
@@ -99,6 +106,10 @@ def _refuse_others(out: Path) -> None:
     if names and PROVENANCE not in names:
         raise UserError(f"{out}: exists and is no earlier export", "name another folder")
     others = sorted(name for name in names if not any(map(partial(fnmatch, name), _WRITTEN)))
+    if CARD in names:
+        written = read_json(out / PROVENANCE, f"move {out} elsewhere").get("card")
+        if written not in (None, _digest(out / CARD)):
+            others.append(f"a {CARD} that was edited")
     if others:
         raise UserError(
             f"{out}: holds {others[0]} besides an earlier export, which would be lost",
@@ -132,17 +143,22 @@ def _write_small_files(fresh: Path, opened: Opened, dtype: str) -> None:
     code = commit()
     run = opened.path.parent.parent if meta else opened.path
     aside = opened.path.parent / LOG  # beside checkpoints that a new start has set aside
-    scores = last_scores(aside if aside.is_file() else run / LOG, meta.get("step", 0))
+    log = aside if aside.is_file() else run / LOG
+    scores = meta["scores"] if "scores" in meta else last_scores(log, meta.get("step", 0))
     card = model_card(config, meta, scores, code, special_names(fresh)["mask_token"])
-    (fresh / "README.md").write_text(card, encoding="utf-8")
-    kept = ("step", "recipe", "tokenizer_fingerprint", "format")
+    (fresh / CARD).write_text(card, encoding="utf-8")
     provenance: dict[str, Any] = {
         "commit": code,
         "origin": str(opened.path),
         "scores": scores,
-        **{key: meta[key] for key in kept if key in meta},
+        "card": _digest(fresh / CARD),
+        **{key: meta[key] for key in RECORDED if key in meta},
     }
     (fresh / PROVENANCE).write_text(json.dumps(provenance, indent=2) + "\n", encoding="utf-8")
+
+
+def _digest(file: Path) -> str:
+    return sha256(file.read_bytes()).hexdigest()
 
 
 def _patch_tokenizer(folder: Path, config: ModelConfig) -> None:

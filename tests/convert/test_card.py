@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
+from configs import UserError
 from configs.model import ModelConfig
 from pretrain.convert.card import last_scores, model_card
+from pretrain.convert.export import export, main
 
 
 def test_card_tells_data_recipe_scores_and_commit(tmp_path: Path) -> None:
@@ -49,5 +53,36 @@ def test_card_tells_data_recipe_scores_and_commit(tmp_path: Path) -> None:
     recipe["train"] = {"max_minutes": 5.0, "nsp_weight": 0.3}
     card = model_card(config, meta, scores, "abc123")
     assert "Update 5. Time limit: 5 minutes. Weight of the next-sentence loss: 0.3.\n" in card
+    assert "Update 0" not in card
+    card = model_card(config, meta | {"origin": "google/bert"}, scores, "abc123")
+    assert "Update 0 had the weights of `google/bert`." in card
     config.nsp_head = False
     assert "Weight of the next" not in model_card(config, meta, scores, "abc123")
+
+
+def test_an_edited_card_is_not_lost(exported: Path, run_folder: Path) -> None:
+    export(run_folder, exported)  # one that was not edited is replaced
+    card = exported / "README.md"
+    card.write_text(card.read_text() + "my words\n")
+    with pytest.raises(UserError, match="README.md that was edited"):
+        export(run_folder, exported)
+    assert card.read_text().endswith("my words\n")
+    card.unlink()
+    export(run_folder, exported)
+    assert "my words" not in card.read_text()
+
+
+def test_an_export_of_an_export_keeps_what_is_known(
+    exported: Path, run_folder: Path, tmp_path: Path
+) -> None:
+    again = export(exported, tmp_path / "again", dtype="bf16")
+    first, second = (json.loads((f / "lambert.json").read_text()) for f in (exported, again))
+    differ = {"origin", "card"}
+    assert {k: v for k, v in first.items() if k not in differ} == {
+        k: v for k, v in second.items() if k not in differ
+    }
+
+
+def test_the_tokenizer_json_names_its_folder(run_folder: Path, tmp_path: Path) -> None:
+    file = run_folder / "vocab/tokenizer.json"
+    assert main([str(run_folder), str(tmp_path / "out"), "--vocab", str(file)]) == 0

@@ -36,11 +36,6 @@ AUTO = (
 )
 
 
-@pytest.fixture
-def exported(tmp_path: Path, run_folder: Path) -> Path:
-    return export(run_folder, tmp_path / "out")
-
-
 def test_files_and_metadata_of_the_folder(exported: Path) -> None:
     with safe_open(exported / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
@@ -133,7 +128,7 @@ def test_what_else_lies_in_an_earlier_export_is_not_lost(exported: Path, run_fol
     assert not list(exported.glob("model-*.safetensors"))
 
 
-@pytest.mark.parametrize("place", ["sync_folder", "self_check.self_check"])
+@pytest.mark.parametrize("place", ["sync_tree", "self_check.self_check"])
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, OSError])
 def test_an_export_that_was_interrupted_leaves_the_earlier_one(
     exported: Path, run_folder: Path, monkeypatch: pytest.MonkeyPatch, place: str, kind: type
