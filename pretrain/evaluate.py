@@ -220,7 +220,7 @@ def _held_out(folder: Path) -> Shards:
 
     if (folder / HELD_OUT).is_dir():
         return held_out(folder)
-    if named(folder).name != HELD_OUT:
+    if folder.is_dir() and named(folder).name != HELD_OUT:
         say(f"note: {folder} has no {HELD_OUT}/: all its rows are scored, also those trained on")
     return open_shards(folder)
 
