@@ -21,6 +21,13 @@ def test_a_name_that_is_neither_path_nor_hub_model_is_refused(tmp_path: Path, na
         import_model(Path("nobody/model.pt"), tmp_path / "out")
 
 
+def test_a_wrong_name_below_a_folder_is_a_path_and_no_hub_name(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "runs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="runs/nope: no such file"):
+        import_model(Path("runs/nope"), tmp_path / "out")
+
+
 @pytest.mark.parametrize(
     ("files", "wanted"),
     [
