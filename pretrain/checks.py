@@ -299,7 +299,9 @@ def _cards() -> list[int]:
     found = _ask_cards("memory.total")
     if not found and Path("/dev/nvidia0").exists():
         return [0]  # a container without nvidia-smi
-    return [int(value) * 2**20 for value in found if value.isdigit()]
+    # "[N/A]" and the like: the card is there. Other text ("No devices were found") is no card.
+    known = (value for value in found if value.isdigit() or value.startswith("["))
+    return [int(value) * 2**20 if value.isdigit() else 0 for value in known]
 
 
 def _ask_cards(what: str) -> list[str]:
@@ -309,7 +311,7 @@ def _ask_cards(what: str) -> list[str]:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (subprocess.SubprocessError, OSError):
         return []
-    return done.stdout.split()
+    return [line.strip() for line in done.stdout.splitlines()]
 
 
 def _check_precision(precision: str) -> None:

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -182,6 +183,38 @@ def test_no_compiler_is_told_on_a_gpu(run, monkeypatch):
     with pytest.raises(UserError, match="no C compiler"):
         plan(run)
     assert plan(run, "train.kernels=plain").device == "cuda"
+
+
+@pytest.mark.parametrize(
+    ("printed", "cards"),
+    [
+        ("81559", [81559 * 2**20]),
+        ("81559\n40960\n", [81559 * 2**20, 40960 * 2**20]),
+        ("[N/A]", [0]),  # one memory for CPU and GPU
+        ("[Insufficient Permissions]\n[Insufficient Permissions]", [0, 0]),
+        ("81559\n[Unknown Error]", [81559 * 2**20, 0]),
+        ("No devices were found", []),
+        ("", []),
+    ],
+)
+def test_a_card_whose_memory_is_not_told_is_a_card(printed, cards, run, tmp_path, monkeypatch):
+    """It was left out, and the training ran on the CPU without a word."""
+    if not cards and Path("/dev/nvidia0").exists():
+        pytest.skip("this machine has a card")
+    tool = tmp_path / "bin" / "nvidia-smi"
+    tool.parent.mkdir()
+    tool.write_text(
+        f'#!/bin/sh\ncase "$1" in *memory*) printf "{printed}" ;; *) echo 9.0 ;; esac\n'
+    )
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("CC", "cc")
+    assert checks._cards() == cards
+    found = plan(run, "parallel.micro_batch_tokens=0")
+    assert found.device == ("cuda" if cards else "cpu")
+    if 0 in cards:
+        assert found.micro_batch_tokens == checks.CPU_MICRO_BATCH
 
 
 @pytest.mark.parametrize(
