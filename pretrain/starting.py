@@ -201,6 +201,7 @@ def _announce(run: Run, shared: str) -> None:
 
 
 def _device(plan: Plan) -> torch.device:
+    """Raises UserError if there is a GPU that torch cannot use, and a CPU may not take its place."""
     recipe = plan.recipe
     warnings.filterwarnings("ignore", message=".*Transformer Engine and Apex are not installed.*")
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
@@ -208,7 +209,15 @@ def _device(plan: Plan) -> torch.device:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     if plan.device == "cuda" and not torch.cuda.is_available():
-        plan.warnings.append("a GPU is there, but this torch cannot use it: training on the CPU")
+        what, precision = "a GPU is there, but this torch cannot use it", recipe.train.precision
+        # Ranks whose torch can use theirs would wait for this one with another backend.
+        if plan.world > 1 or precision in ("fp16", "fp8"):
+            raise UserError(
+                f"{what}, as {plan.world} processes in {precision} have to",
+                "install a torch for this GPU and its driver, or train on CPUs in fp32 or bf16, "
+                "with CUDA_VISIBLE_DEVICES= in the environment",
+            )
+        plan.warnings.append(f"{what}: training on the CPU")
     if not torch.cuda.is_available() or plan.device == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         return torch.device("cpu")

@@ -21,6 +21,7 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 from typing import Any
 
 from configs.errors import run_cli
@@ -151,7 +152,9 @@ def train(accident: str, argv: list[str]) -> None:
     if "train.precision=fp16" in argv:
         import pretrain.checks as checks
 
+        check = checks.check
         checks._cards = lambda: [80 * 2**30]
+        checks.check = lambda *arguments: replace(check(*arguments), device="cpu")
     if accident.startswith("peers"):
         reach_each_other()
     else:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 
+import pytest
+import torch
 import torch.distributed as dist
 
+from configs.errors import UserError
 from tests.trainer.launch import world
+from tests.trainer.runs import plan
 
 MASKS = [range(8), range(8), range(8, 14)]
 
@@ -20,3 +24,32 @@ def threads() -> int:
 
 def test_ranks_share_the_cpus_that_both_may_use_and_no_others() -> None:
     assert world(3, "tests.trainer.test_starting:threads") == [4, 4, 6]
+
+
+@pytest.mark.parametrize(
+    ("precision", "size", "refused"),
+    [
+        ("fp16", 1, True),
+        ("fp8", 1, True),
+        ("fp32", 2, True),
+        ("bf16", 2, True),
+        ("fp32", 1, False),
+        ("bf16", 1, False),
+    ],
+)
+def test_a_gpu_that_torch_cannot_use_is_replaced_only_where_a_cpu_will_do(
+    precision, size, refused, run
+) -> None:
+    from pretrain import starting
+
+    if torch.cuda.is_available():
+        pytest.skip("torch can use this machine's GPU")
+    found = plan(run, world=size)
+    found.device, found.recipe.train.precision = "cuda", precision  # as nvidia-smi lets one think
+    if refused:
+        with pytest.raises(UserError, match="this torch cannot use it") as caught:
+            starting._device(found)
+        assert "CUDA_VISIBLE_DEVICES=" in caught.value.remedy
+    else:
+        assert starting._device(found).type == "cpu"
+        assert "training on the CPU" in found.warnings[-1]
