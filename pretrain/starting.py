@@ -25,6 +25,7 @@ from pretrain.checkpoint.writer import Writer
 from pretrain.checks import Plan
 from pretrain.engine import DTYPES, Engine, LeanEngine
 from pretrain.evaluation import Evaluator, unigram
+from pretrain.exhausted import memory_told
 from pretrain.micro import Micro, RecordedMicro
 from pretrain.model import BertForPreTraining, build
 from pretrain.model.init import start_at_sinusoids, start_at_unigram
@@ -90,7 +91,8 @@ def begin(plan: Plan) -> Run:
         connect(plan.rank, plan.world, device) if plan.world > 1 else None,
     )
     try:
-        return _assemble(plan, device, watchdog)
+        with memory_told(plan, setting_up=True):
+            return _assemble(plan, device, watchdog)
     except BaseException as error:
         watchdog.fail(error)
         raise
@@ -102,7 +104,7 @@ def _assemble(plan: Plan, device: torch.device, watchdog: Watchdog) -> Run:
     recipe = plan.recipe
     torch.set_num_threads(recipe.train.threads or _threads())
     # The largest that fits is another on a machine of other cards; all pack alike.
-    plan.micro_batch_tokens = _smallest_anywhere(plan.micro_batch_tokens)
+    plan.micro_batch_tokens = min(_of_all(plan.micro_batch_tokens))
     groups = make_groups(plan.tp, plan.world, plan.rank)
     kernels = select(recipe.train.kernels, device, recipe.train.precision)
     activation = plan.micro_batch_tokens * plan.model.hidden_size
@@ -132,7 +134,7 @@ def _assemble(plan: Plan, device: torch.device, watchdog: Watchdog) -> Run:
     step, state = _resume(plan, engine)
     plan.goes_on_from(state)
     budget = TimeBudget(recipe.train.max_minutes, state.get("spent_s", 0.0), plan.spent_s)
-    token = _same_everywhere(secrets.token_hex(4))
+    token = _of_all(secrets.token_hex(4))[0]
     telemetry = Telemetry(
         plan.train_dir,
         recipe,
@@ -269,7 +271,7 @@ def _resume(plan: Plan, engine: Engine) -> tuple[int, dict[str, Any]]:
     """
     recipe = plan.recipe
     found = checkpoints(plan.train_dir) if recipe.checkpoint.resume else []
-    found = _same_everywhere(found)
+    found = _of_all(found)[0]
     for step, folder in reversed(found):
         # Update 0 is an imported model: weights alone, so the moments start at zero.
         meta, error = _load(engine, folder, moments=step > 0)
@@ -306,42 +308,26 @@ def _load(engine: Engine, folder: Any, moments: bool) -> tuple[dict[str, Any] | 
             load_shard(reader, engine.shard, moments)
     except Damaged as error:
         problem = str(error)
-    if dist.is_initialized():
-        problems: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(problems, problem)
-        problem = next((p for p in problems if p), "")
-    if problem:
+    if problem := next((p for p in _of_all(problem) if p), ""):
         return None, problem
     fresh = {"optimizer_steps": 0, "scaler": None}
     engine.load(meta["state"] if moments else fresh)
     return meta, ""
 
 
-def _same_everywhere(value: Any) -> Any:
-    """Rank 0's value on every rank (a small object of our own processes)."""
+def _of_all(value: Any) -> list[Any]:
+    """What each rank gives here, by rank (small objects of our own processes); collective."""
     if not dist.is_initialized():
-        return value
-    box = [value]
-    dist.broadcast_object_list(box, 0)
-    return box[0]
-
-
-def _smallest_anywhere(value: int) -> int:
-    if not dist.is_initialized():
-        return value
+        return [value]
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, value)
-    return int(min(every))
+    return every
 
 
 def _threads() -> int:
     """This rank's share of the CPUs that it may use; collective."""
-    if not dist.is_initialized():
-        return usable_cpus()
     host = socket.gethostname()
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, (host, own_cpus()))
-    return usable_cpus([mask for name, mask in every if name == host])
+    return usable_cpus([mask for name, mask in _of_all((host, own_cpus())) if name == host])
 
 
 def _evaluator(plan: Plan, groups: Groups, device: torch.device) -> Evaluator | None:

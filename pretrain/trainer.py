@@ -11,13 +11,14 @@ import torch
 import torch.distributed as dist
 
 from configs.console import say, time_goal
-from configs.errors import PREEMPTED_EXIT, UserError
+from configs.errors import PREEMPTED_EXIT
 from configs.masking import masking_of
 from configs.schema import PhaseConfig
 from pretrain.agreement import Agreement
 from pretrain.checkpoint.folder import folder_of
 from pretrain.checks import Plan
 from pretrain.data.batches import Batches, GlobalBatch
+from pretrain.exhausted import memory_told
 from pretrain.guard import LossGuard, StopSignals, TrainingStopped
 from pretrain.optim.budget import CLOCK_STARTS
 from pretrain.optim.lamb import Update
@@ -34,15 +35,14 @@ def train(plan: Plan) -> int:
     run = begin(plan)
     with StopSignals(plan.recipe.guard.save_signals) as stop:
         try:
-            code = Trainer(run, stop).run_all()
+            with memory_told(plan):
+                code = Trainer(run, stop).run_all()
             with run.watchdog.patience(SAVING_S):
                 run.writer.close()
         except BaseException as error:
             run.writer.give_up()
             run.watchdog.fail(error)
             run.micro.close()
-            if isinstance(error, torch.OutOfMemoryError):
-                raise _out_of_memory(plan, error) from None
             raise
         if code == PREEMPTED_EXIT:
             stop.ignore()
@@ -60,15 +60,6 @@ def _made(run: Run) -> str:
         return f"{run.step} of {run.plan.total} updates"
     goal = time_goal(run.step, run.budget.seconds, run.budget.spent)
     return f"{goal.count} updates ({goal.share})"
-
-
-def _out_of_memory(plan: Plan, error: BaseException) -> UserError:
-    tokens = plan.micro_batch_tokens
-    return UserError(
-        f"GPU memory ran out with micro-batches of {tokens} tokens: {str(error).splitlines()[0]}",
-        f"set parallel.micro_batch_tokens={max(128, tokens * 3 // 4 // 128 * 128)} or lower, or "
-        "parallel.activation_checkpointing=true; results do not depend on either",
-    )
 
 
 def batches_of(run: Run, index: int, steps: int) -> Batches:

@@ -4,7 +4,8 @@ It is kind:number[:rank], for this process if its RANK is `rank` (default: any):
     update:7    kill -9 before update 7            save:2     kill -9 in the middle of the 2nd save
     nan:7       the loss is NaN from update 7 on   nan:7-9    in updates 7 to 9
     hang:7      the process stops doing anything before update 7
-    oom:7       GPU memory runs out in update 7     none:0    nothing happens
+    oom:7       GPU memory runs out in update 7, or (oom:0) before the first one
+    none:0      nothing happens
     read:7      the thread that reads rows, or (pass:7) a forward pass, is stuck in update 7
     weights:7   update 7 leaves a weight that is NaN
     card:128    no accident, but a card for micro-batches of so many tokens
@@ -35,6 +36,7 @@ def arm(what: str) -> None:
     import pretrain.checks as checks
     import pretrain.micro as micro
     from pretrain.data.batches import Batches
+    from pretrain.engine import Engine
     from pretrain.optim.budget import TimeBudget
     from pretrain.trainer import Trainer
 
@@ -62,6 +64,12 @@ def arm(what: str) -> None:
         sys.stdout.flush()
         os.kill(os.getpid(), signal.SIGKILL)
 
+    def run_out(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    if kind == "oom" and begin == 0:
+        Engine.__init__ = run_out  # type: ignore[method-assign]
+
     def before_update(self: Trainer, *arguments: Any) -> None:
         self.run.micro.armed = begin <= self.run.step + 1 <= end  # type: ignore[attr-defined]
         if self.run.micro.armed and kind == "update":  # type: ignore[attr-defined]
@@ -69,7 +77,7 @@ def arm(what: str) -> None:
         if self.run.micro.armed and kind == "hang":  # type: ignore[attr-defined]
             time.sleep(1000)
         if self.run.micro.armed and kind == "oom":  # type: ignore[attr-defined]
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+            run_out()
         update(self, *arguments)
         if self.run.micro.armed and kind == "weights":  # type: ignore[attr-defined]
             self.run.engine.shard.master[0] = float("nan")
