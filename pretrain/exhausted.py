@@ -8,7 +8,11 @@ from contextlib import contextmanager
 import torch
 
 from configs.errors import UserError
+from configs.sharing import SMALLEST
 from pretrain.checks import Plan
+from pretrain.data.packing import round_up
+
+_SHARE_OUT = "raise parallel.tp, or use parallel.zero_stage=1, on more processes"
 
 
 @contextmanager
@@ -24,15 +28,21 @@ def memory_told(plan: Plan, setting_up: bool = False) -> Iterator[None]:
 def _set_up(why: str) -> UserError:
     return UserError(
         f"GPU memory ran out while the model and its optimiser were set up: {why}",
-        "end what else uses the card, or raise parallel.tp, or use parallel.zero_stage=1, "
-        "on more processes",
+        f"end what else uses the card, or {_SHARE_OUT}",
     )
 
 
 def _trained(plan: Plan, why: str) -> UserError:
-    tokens = plan.micro_batch_tokens
+    parallel, tokens = plan.recipe.parallel, plan.micro_batch_tokens
+    longest = max(round_up(s.max_length, SMALLEST) for s in plan.shards.values())
+    less = max(longest, tokens * 3 // 4 // SMALLEST * SMALLEST)
+    ways = []
+    if less < tokens:
+        lower = " or lower" if less > longest else ", which is the longest row"
+        ways.append(f"set parallel.micro_batch_tokens={less}{lower}")
+    if not parallel.activation_checkpointing:
+        ways.append("set parallel.activation_checkpointing=true")
     return UserError(
         f"GPU memory ran out with micro-batches of {tokens} tokens: {why}",
-        f"set parallel.micro_batch_tokens={max(128, tokens * 3 // 4 // 128 * 128)} or lower, or "
-        "parallel.activation_checkpointing=true; results do not depend on either",
+        f"{', or '.join([*ways, _SHARE_OUT])}; results do not depend on any of these",
     )
