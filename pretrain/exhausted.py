@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from configs.errors import UserError
+from configs.errors import UserError, refusal
 from configs.sharing import SMALLEST
 from pretrain.checks import Plan
 from pretrain.data.packing import round_up
@@ -16,13 +16,21 @@ _SHARE_OUT = "raise parallel.tp, or use parallel.zero_stage=1, on more processes
 
 
 @contextmanager
-def memory_told(plan: Plan, setting_up: bool = False) -> Iterator[None]:
-    """Raises UserError where GPU memory runs out inside. setting_up: before the first micro-batch."""
+def told(plan: Plan, setting_up: bool = False) -> Iterator[None]:
+    """Raises UserError where GPU memory or the disk runs out inside, which other ranks are to hear of.
+
+    Args:
+        setting_up: before the first micro-batch.
+    """
     try:
         yield
     except torch.OutOfMemoryError as error:
         why = str(error).splitlines()[0]
         raise (_set_up(why) if setting_up else _trained(plan, why)) from None
+    except OSError as error:
+        if not (known := refusal(error)):
+            raise
+        raise known from None
 
 
 def _set_up(why: str) -> UserError:

@@ -25,7 +25,7 @@ from pretrain.checkpoint.writer import Writer
 from pretrain.checks import Plan
 from pretrain.engine import DTYPES, Engine, LeanEngine
 from pretrain.evaluation import Evaluator, unigram
-from pretrain.exhausted import memory_told
+from pretrain.exhausted import told
 from pretrain.micro import Micro, RecordedMicro
 from pretrain.model import BertForPreTraining, build
 from pretrain.model.init import start_at_sinusoids, start_at_unigram
@@ -91,7 +91,7 @@ def begin(plan: Plan) -> Run:
         connect(plan.rank, plan.world, device) if plan.world > 1 else None,
     )
     try:
-        with memory_told(plan, setting_up=True):
+        with told(plan, setting_up=True):
             return _assemble(plan, device, watchdog)
     except BaseException as error:
         watchdog.fail(error)
@@ -152,7 +152,7 @@ def _assemble(plan: Plan, device: torch.device, watchdog: Watchdog) -> Run:
         device,
         engine,
         (RecordedMicro if recorded else Micro)(model, engine, recipe.train.nsp_weight),
-        Writer(plan.train_dir, groups, recipe.checkpoint.keep, token),
+        Writer(plan.train_dir, groups, recipe.checkpoint.keep, token, telemetry.saved),
         watchdog,
         telemetry,
         budget,

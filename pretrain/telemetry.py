@@ -160,6 +160,10 @@ class Telemetry:
         if self.enabled:
             self._append({"kind": "event", "step": step, "time": time.time(), "text": text, **more})
 
+    def saved(self, step: int, stalled_s: float) -> None:
+        """The checkpoint of this update is complete, later updates may stand in the log before it."""
+        self.event(step, "checkpoint", stalled_s=stalled_s)
+
     def close(self) -> None:
         """Flushes and closes; the log ends with a whole line."""
         if self.enabled:

@@ -18,7 +18,7 @@ from pretrain.agreement import Agreement
 from pretrain.checkpoint.folder import folder_of
 from pretrain.checks import Plan
 from pretrain.data.batches import Batches, GlobalBatch
-from pretrain.exhausted import memory_told
+from pretrain.exhausted import told
 from pretrain.guard import LossGuard, StopSignals, TrainingStopped
 from pretrain.optim.budget import CLOCK_STARTS
 from pretrain.optim.lamb import Update
@@ -35,10 +35,8 @@ def train(plan: Plan) -> int:
     run = begin(plan)
     with StopSignals(plan.recipe.guard.save_signals) as stop:
         try:
-            with memory_told(plan):
+            with told(plan):
                 code = Trainer(run, stop).run_all()
-            with run.watchdog.patience(SAVING_S):
-                run.writer.close()
         except BaseException as error:
             run.writer.give_up()
             run.watchdog.fail(error)
@@ -110,6 +108,8 @@ class Trainer:
             self.leave_phase(index)
         if self.saved != run.step:
             self.save()
+        with run.watchdog.patience(SAVING_S):
+            run.writer.close()
         if self.agreement.stopping:
             run.telemetry.event(run.step, f"stopped by {self.stop.received or 'a signal'}, saved")
             return PREEMPTED_EXIT
@@ -188,6 +188,7 @@ class Trainer:
     def after_update(self, ended: bool) -> None:
         """What is due: an evaluation, a checkpoint. ended: the phase, or this start within it."""
         run, recipe = self.run, self.recipe
+        run.writer.look()  # a save that failed is not worth training on until the next
         every, last = recipe.train.eval_every, run.step >= self.plan.end or self.budget.over
         if last or (every and run.step % every == 0):
             self.evaluate()
@@ -208,7 +209,6 @@ class Trainer:
             if not self.recipe.checkpoint.asynchronous:
                 run.writer.wait()
         self.saved = run.step
-        run.telemetry.event(run.step, "checkpoint", stalled_s=run.writer.stalled_s)
 
     def refuse_damage(self) -> None:
         """The guard sees an update's loss and gradient before it is applied, so what the last one

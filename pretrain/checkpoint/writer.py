@@ -12,7 +12,7 @@ import shutil
 import struct
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -75,15 +75,26 @@ class Writer:
     Args:
         token: the same random word on every rank, so that the leftovers of a killed run are never
             taken for parts of this one's.
+        saved: called with (step, how long staging held up training, s) in the caller's thread once a
+            save is found to be on disk (on rank 0: published).
     """
 
-    def __init__(self, train_dir: Path, groups: Groups, keep: int, token: str) -> None:
+    def __init__(
+        self,
+        train_dir: Path,
+        groups: Groups,
+        keep: int,
+        token: str,
+        saved: Callable[[int, float], None] = lambda step, stalled_s: None,
+    ) -> None:
         self.train_dir, self.groups, self.keep, self.token = train_dir, groups, keep, token
+        self._saved = saved
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._running: Future[None] | None = None
+        self._step = 0
         self._given_up = threading.Event()
         self._staged: dict[str, Tensor] = {}
-        self.stalled_s = 0.0  # how long the last save held up training
+        self._stalled_s = 0.0
         if groups.rank == 0:
             left = [p for p in incomplete(train_dir) if not p.name.endswith(f"-{token}")]
             for path in left:
@@ -104,14 +115,20 @@ class Writer:
             for box in boxes_of(staged)
         ]
         values = {**meta, "step": step, "kinds": list(shard.kinds)}
-        self._running = self._thread.submit(self._write, step, boxes, values)
-        self.stalled_s = time.monotonic() - start
+        self._step, self._running = step, self._thread.submit(self._write, step, boxes, values)
+        self._stalled_s = time.monotonic() - start
 
     def wait(self) -> None:
         """Until the last save is on disk (on rank 0: published); raises what went wrong in it."""
         if self._running is not None:
             running, self._running = self._running, None
             running.result()
+            self._saved(self._step, self._stalled_s)
+
+    def look(self) -> None:
+        """As `wait`, if the last save has come to its end."""
+        if self._running is not None and self._running.done():
+            self.wait()
 
     def close(self) -> None:
         """Finishes the last save and the thread."""

@@ -2,6 +2,7 @@
 
 It is kind:number[:rank], for this process if its RANK is `rank` (default: any):
     update:7    kill -9 before update 7            save:2     kill -9 in the middle of the 2nd save
+    full:2      the disk is full in the 2nd save
     nan:7       the loss is NaN from update 7 on   nan:7-9    in updates 7 to 9
     hang:7      the process stops doing anything before update 7
     oom:7       GPU memory runs out in update 7, or (oom:0) before the first one
@@ -18,6 +19,7 @@ fp16 runs on the CPU here, as if a GPU had been found.
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -85,6 +87,8 @@ def arm(what: str) -> None:
     def half(path: Any, boxes: Any) -> Any:
         nonlocal saves
         saves += 1
+        if kind == "full" and saves == begin:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if kind == "save" and saves == begin:
             write(path, boxes[: len(boxes) // 2])
             kill()

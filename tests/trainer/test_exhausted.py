@@ -1,4 +1,4 @@
-"""Memory or a disk that runs out in the middle of a training, alone and among several ranks."""
+"""GPU memory that runs out, alone and among several ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from configs.errors import UserError
 from configs.schema import Recipe
 from pretrain.data.packing import round_up
-from pretrain.exhausted import memory_told
+from pretrain.exhausted import told
 from tests.trainer.runs import output, plan, train
 
 
@@ -36,7 +36,7 @@ def test_gpu_memory_running_out_is_a_message(accident, size, what, remedy, run):
 
 
 def remedy_of(found) -> str:
-    with pytest.raises(UserError) as caught, memory_told(found):
+    with pytest.raises(UserError) as caught, told(found):
         raise torch.OutOfMemoryError("CUDA out of memory.\nmore")
     return caught.value.remedy
 
