@@ -212,16 +212,10 @@ def _check_checkpoint(recipe: Recipe, plan: Plan) -> None:
                 for shards in plan.shards.values():
                     check_origin_tokenizer(vocab.resolve(), shards.folder)
         return
-    for step, folder in reversed(found):
-        try:
-            meta = read_meta(folder)
-            check_sizes(folder, meta)
-        except Damaged:
-            continue  # the trainer falls back likewise and says so
-        plan.newest = step
-        break
-    else:
+    newest = _newest(plan, found)
+    if newest is None:
         return
+    step, folder, meta = newest
     _check_meta(meta, plan, str(folder))
     absent = missing_kinds(meta, KINDS)
     if absent and step > 0:
@@ -231,7 +225,6 @@ def _check_checkpoint(recipe: Recipe, plan: Plan) -> None:
         )
     if "state" not in meta and not absent:
         raise UserError(f"{folder} has no optimiser and schedule state", "resume from an older one")
-    plan.goes_on_from(meta.get("state", {}))
     plan.origin = _origin(meta)
     first, named = "", recipe.checkpoint.init_from
     if "recipe" in meta:
@@ -247,6 +240,32 @@ def _check_checkpoint(recipe: Recipe, plan: Plan) -> None:
 
 def _origin(meta: Mapping[str, Any]) -> str:
     return str(meta.get("origin") or meta.get("imported", {}).get("from", ""))
+
+
+def _newest(plan: Plan, found: list[tuple[int, Path]]) -> tuple[int, Path, dict[str, Any]] | None:
+    """(step, folder, meta) of the newest checkpoint that is not damaged, noted in the plan."""
+    for step, folder in reversed(found):
+        try:
+            meta = read_meta(folder)
+            check_sizes(folder, meta)
+            plan.newest = step
+            plan.goes_on_from(meta.get("state", {}))
+            # No trainer is going to load it. On all ranks, or some would wait for those that left.
+            if plan.finished:
+                _check_bytes(folder)
+        except Damaged:
+            continue  # the trainer falls back likewise and says so
+        return step, folder, meta
+    plan.newest = 0
+    plan.goes_on_from({})
+    return None
+
+
+def _check_bytes(folder: Path) -> None:
+    from pretrain.checkpoint.reader import Reader  # imports torch
+
+    with Reader(folder) as reader:
+        reader.check()
 
 
 def _decides(recipe: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:

@@ -63,6 +63,13 @@ class Reader:
         if left:
             raise Damaged(f"{self.folder}: {left} elements of {kind}/{name} are missing")
 
+    def check(self) -> None:
+        """Every checksum; reads the whole checkpoint, box by box."""
+        for boxes in self._index.values():
+            for _, file, key, checksum in boxes:
+                self._box(file, key, checksum)
+                self.forget()
+
     def _shape(self, file: Any, key: str) -> list[int]:
         try:
             return list(file.get_slice(key).get_shape())
@@ -71,7 +78,10 @@ class Reader:
 
     def _box(self, file: Any, key: str, checksum: int) -> Tensor:
         if key not in self._checked:
-            tensor = file.get_tensor(key)
+            try:
+                tensor = file.get_tensor(key)
+            except SafetensorError as error:
+                raise Damaged(f"{self.folder}: {key}: {error}") from None
             if crc32(memoryview(tensor.numpy()).cast("B")) != checksum:
                 raise Damaged(f"{self.folder}: {key} was altered (its checksum does not fit)")
             self._checked[key] = tensor

@@ -5,10 +5,12 @@ from __future__ import annotations
 import shutil
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from configs.errors import UserError
 from pretrain import checks
-from pretrain.checkpoint import latest, save_logical
+from pretrain.checkpoint import Damaged, latest, load_logical, save_logical
 from pretrain.checkpoint.folder import INDEX, folder_of, read_meta, write_json
 from pretrain.train import main
 from tests.trainer.runs import fresh, plan
@@ -28,6 +30,13 @@ def checkpoint(run, step=5, **changes):
     folder = save_logical(run / "train", {"x": torch.zeros(2)}, {**meta, **changes}, step)
     write_json(folder / INDEX, {**read_meta(folder), "kinds": ["master", "exp_avg", "exp_avg_sq"]})
     return folder
+
+
+@pytest.fixture(scope="module")
+def finished(base, tmp_path_factory):
+    """(run, its newest checkpoint): updates 4 and 5."""
+    run = fresh(base, tmp_path_factory.mktemp("finished") / "run")
+    return run, [checkpoint(run, step, state={"spent_s": float(step)}) for step in (4, 5)][-1]
 
 
 def test_a_checkpoint_of_something_else_is_refused(run):
@@ -129,6 +138,36 @@ def test_a_cut_newest_checkpoint_is_no_end(run):
     assert (found.finished, found.newest) == (False, 4)
 
 
+@given(st.data())
+@settings(max_examples=100, deadline=None)
+def test_a_finished_training_is_one_whose_weights_can_be_read(finished, data):
+    """One bit of its last checkpoint was another, and there was nothing to do."""
+    run, folder = finished
+    file = next(folder.glob("*.safetensors"))
+    before = file.read_bytes()
+    spoiled = bytearray(before)
+    spoiled[data.draw(st.integers(0, len(before) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    file.write_bytes(spoiled)
+    try:
+        found = plan(run, "train.stop_at=5")
+        try:
+            load_logical(folder)
+        except Damaged:
+            assert (found.finished, found.newest, found.spent_s) == (False, 4, 4.0)
+        else:
+            assert (found.finished, found.newest, found.spent_s) == (True, 5, 5.0)
+    finally:
+        file.write_bytes(before)
+
+
+def test_without_a_good_checkpoint_all_is_to_be_done(run):
+    folder = checkpoint(run, state={"spent_s": 30.0, "phase_ends": [3]})
+    file = next(folder.glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-1] + b"\1")
+    found = plan(run, "train.max_minutes=0.5")
+    assert (found.finished, found.newest, found.spent_s, found.phase_ends) == (False, 0, 0.0, [])
+
+
 def test_another_tokenizer_than_the_shards_is_refused(run, base):
     """The exported model would be given it, after days of training."""
     (run / "shards").unlink()
@@ -194,8 +233,8 @@ def test_what_a_training_started_from_stays_recorded(run, tmp_path):
     assert found.origin == "google/bert" and not found.warnings
     recipe = checks.to_dict(found.recipe)
     folder = checkpoint(run, recipe=recipe, origin=found.origin)
-    for given, said in (("", 0), (first, 0), (run, 1)):
-        found = plan(run, f"checkpoint.init_from={given}")
+    for named, said in (("", 0), (first, 0), (run, 1)):
+        found = plan(run, f"checkpoint.init_from={named}")
         assert found.recipe.checkpoint.init_from == str(first)
         assert found.origin == "google/bert" and len(found.warnings) == said
     assert f"init_from={run} is not read: {folder} is gone on from" in found.warnings[0]

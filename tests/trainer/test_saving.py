@@ -80,3 +80,20 @@ def test_a_save_is_told_when_it_is_on_disk_and_never_if_it_failed(tmp_path, monk
     with pytest.raises(FileExistsError):
         writer.close()
     assert len(told) == 2
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_damaged_last_checkpoint_is_made_again(size, run):
+    """All ranks were told that there is nothing to do."""
+    assert train(run, "train.stop_at=12", size=size) == [0] * size, output(run)
+    made = losses(run)
+    path = next(latest(run / "train").glob("*.safetensors"))
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+    assert train(run, "train.stop_at=12", size=size) == [0] * size, output(run)
+    assert "step-00000012 is damaged and skipped" in output(run)
+    assert "goes on from update 10" in output(run)
+    assert losses(run) == made
+    assert train(run, "train.stop_at=12", size=size) == [0] * size
+    assert "nothing to do: 12 of 12 updates are done" in output(run)
