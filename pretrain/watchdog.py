@@ -95,7 +95,10 @@ class Watchdog:
 
     def fail(self, error: BaseException) -> None:
         """Tells the other ranks what ended this one. The caller goes on to raise the error."""
-        if self.timeout_s <= 0 or self.store is None:
+        if self.timeout_s <= 0:
+            return
+        if self.store is None:  # whoever catches the error may go on with something else
+            self._stand_down()
             return
         code, text = LOST_RANK_EXIT, "".join(traceback.format_exception(error)).strip()
         if isinstance(error, UserError):  # the others leave with its own code, too
@@ -114,9 +117,7 @@ class Watchdog:
         """The orderly end, on every rank: nobody takes it for a death."""
         if self.timeout_s <= 0:
             return
-        self._done.set()
-        self._thread.join()
-        faulthandler.cancel_dump_traceback_later()
+        self._stand_down()
         if self.store is None:
             return
         with contextlib.suppress(RuntimeError):
@@ -127,6 +128,11 @@ class Watchdog:
                 self.rank == 0 and time.monotonic() < end and self.store.add("left", 0) < self.world
             ):
                 time.sleep(0.02)
+
+    def _stand_down(self) -> None:
+        self._done.set()
+        self._thread.join()
+        faulthandler.cancel_dump_traceback_later()
 
     # --- the thread
 

@@ -184,6 +184,23 @@ def test_a_machine_that_is_slow_in_every_step_is_not_hung(tmp_path, left, clock)
     dog.close()
 
 
+def test_a_process_that_catches_its_error_is_left_alone(tmp_path) -> None:
+    """A notebook, or a script that tries the next recipe: it was ended a minute later."""
+    process = forked.start(catch_and_go_on, tmp_path, log=tmp_path / "out")
+    assert forked.finish([process]) == [0], (tmp_path / "out").read_text()
+    assert "error" not in (tmp_path / "out").read_text()
+
+
+def catch_and_go_on(folder: Path) -> None:
+    dog = Watchdog(folder, 1.0, poll_s=0.1)
+    dog.running()
+    try:
+        raise ValueError("this recipe does not work")
+    except ValueError as error:
+        dog.fail(error)
+    time.sleep(2.5)
+
+
 def test_zero_turns_it_off(tmp_path, left) -> None:
     dog = Watchdog(tmp_path, 0.0, leave=left.append)
     dog.running()
