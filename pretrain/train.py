@@ -28,7 +28,8 @@ torchrun, deepspeed, srun or mpirun for several:
 RECIPE is a YAML file or the name of one in configs/recipes. Useful overrides: train.stop_at=N,
 train.precision=bf16, parallel.tp=N, parallel.micro_batch_tokens=0 (the largest that fits),
 checkpoint.resume=false, work_dir=DIR. Exit codes: 0 done, 2 a mistake in what was asked, 75 saved
-after a signal (run it again), 76 diverged, 77 a process was lost (run it again).
+after a signal (run it again), 76 diverged, 77 a process was lost (run it again). Ctrl-Z and SIGTSTP
+stop it for a while; after a SIGSTOP longer than guard.hang_timeout_s it ends with 1 (run it again).
 """
 
 

@@ -12,7 +12,10 @@ on it: the stacks of its process to standard error and to train/stacks/, then ex
   for the hung one), so the ranks with the fewest beats are the ones named; ranks therefore have to
   beat at the same places.
 
-Limits are shares of guard.hang_timeout_s, so that the job has ended when that time is over.
+Limits are shares of guard.hang_timeout_s, so that the job has ended when that time is over. Time in
+which all processes were stopped by SIGTSTP (Ctrl-Z, a scheduler's suspend) does not count, though a
+collective has a patience of its own, half an hour. A bare SIGSTOP gives no time to disarm the timer
+against C code that keeps the interpreter: when it is over, the process ends at SIGCONT with exit code 1.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import contextlib
 import faulthandler
 import json
 import os
+import signal
 import socket
 import sys
 import threading
@@ -29,6 +33,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from configs.errors import LOST_RANK_EXIT, UserError
@@ -60,7 +65,8 @@ class Watchdog:
     ) -> None:
         self.folder, self.timeout_s, self.rank, self.world = folder, timeout_s, rank, world
         self.store, self.poll_s, self.leave = store, poll_s, leave
-        self._beats, self._what, self._at = 0, "start", time.monotonic()
+        self._lock, self._stopped_s = threading.RLock(), 0.0  # held while the process is stopped
+        self._beats, self._what, self._at = 0, "start", self._now()
         self._extra, self._running = _STARTUP_S, False
         self._gaps: deque[float] = deque(maxlen=_GAPS)
         self._ticks, self._done = 0, threading.Event()
@@ -69,12 +75,15 @@ class Watchdog:
         if timeout_s > 0:
             self._say_alive()
             self._thread.start()
+            main = threading.current_thread() is threading.main_thread()
+            if main and signal.getsignal(signal.SIGTSTP) == signal.SIG_DFL:
+                signal.signal(signal.SIGTSTP, self._stop)
 
     # --- called by the training loop
 
     def beat(self, what: str) -> None:
         """The main thread has come to `what` (a word or two); all ranks beat at the same places."""
-        now = time.monotonic()
+        now = self._now()
         if self._running and not self._extra:
             self._gaps.append(now - self._at)
         self._beats, self._what, self._at = self._beats + 1, what, now
@@ -82,7 +91,7 @@ class Watchdog:
     def running(self) -> None:
         """The first update is done: from now on silence is a hang."""
         self._running, self._extra = True, 0.0
-        self._at = time.monotonic()
+        self._at = self._now()
 
     @contextlib.contextmanager
     def patience(self, seconds: float) -> Iterator[None]:
@@ -91,7 +100,7 @@ class Watchdog:
         try:
             yield
         finally:
-            self._extra, self._at = before, time.monotonic()
+            self._extra, self._at = before, self._now()
 
     def fail(self, error: BaseException) -> None:
         """Tells the other ranks what ended this one. The caller goes on to raise the error."""
@@ -133,6 +142,21 @@ class Watchdog:
         self._done.set()
         self._thread.join()
         faulthandler.cancel_dump_traceback_later()
+        if signal.getsignal(signal.SIGTSTP) == self._stop:
+            signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        with self._lock:  # the thread neither arms the timer again nor looks at the clock before
+            faulthandler.cancel_dump_traceback_later()
+            since = time.monotonic()
+            os.kill(os.getpid(), signal.SIGSTOP)  # returns at SIGCONT
+            self._stopped_s += time.monotonic() - since
+
+    def _now(self) -> float:
+        """Seconds on a clock that stands still while the process is stopped."""
+        with self._lock:
+            stopped_s = self._stopped_s  # first: a stop between the two must not look like silence
+            return time.monotonic() - stopped_s
 
     # --- the thread
 
@@ -169,7 +193,7 @@ class Watchdog:
     def _sign(self) -> dict[str, Any]:
         limit = max(_HANG_SHARE * self.timeout_s, 2 * max(self._gaps, default=0.0))
         return {"tick": self._ticks, "beats": self._beats, "what": self._what, "name": self._name(),
-                "age": time.monotonic() - self._at, "limit": limit + self._extra,
+                "age": self._now() - self._at, "limit": limit + self._extra,
                 "dead": self.timeout_s * (1.0 if self._extra else _DEAD_SHARE)}  # fmt: skip
 
     def _say_alive(self) -> None:
@@ -178,14 +202,15 @@ class Watchdog:
             self.store.set(f"rank/{self.rank}", json.dumps(self._sign()))
         # A C thread: it shows the stacks and ends the process even if a call keeps the GIL.
         limit = self.timeout_s * (2.0 if self._extra else _HANG_SHARE)
-        faulthandler.dump_traceback_later(limit, exit=True, file=2)  # 2: standard error
+        with self._lock:
+            faulthandler.dump_traceback_later(limit, exit=True, file=2)  # 2: standard error
 
     def _signs(self) -> dict[int, dict[str, Any]]:
         started = [
             r for r in range(self.world) if r in self._seen or self.store.check([f"rank/{r}"])
         ]
         texts = self.store.multi_get([f"rank/{r}" for r in started])
-        now = time.monotonic()
+        now = self._now()
         for rank, raw in zip(started, texts):
             text = raw.decode()
             if self._seen.get(rank, ("", 0.0))[0] != text:
@@ -194,7 +219,7 @@ class Watchdog:
         return {rank: sign for rank, sign in signs.items() if sign}
 
     def _judge(self, signs: dict[int, dict[str, Any]]) -> str:
-        now = time.monotonic()
+        now = self._now()
         silent = {r: now - at for r, (_, at) in self._seen.items() if r in signs}
         dead = [r for r, age in silent.items() if age > signs[r]["dead"]]
         if not dead and all(sign["age"] <= sign["limit"] for sign in signs.values()):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
@@ -16,9 +18,9 @@ from configs.errors import DIVERGED_EXIT, LOST_RANK_EXIT
 from pretrain import watchdog
 from pretrain.watchdog import Watchdog
 from tests import forked
-from tests.train_data.watched_ranks import WORLD, rank_main
+from tests.train_data.watched_ranks import TIMEOUT_S, WORLD, rank_main
 
-FAULTS = [("fine", -1), ("raise", 0), ("raise", 2), ("diverge", 1), ("linger", 0), ("kill", 0), ("kill", 1), ("hang", 1)]  # fmt: skip
+FAULTS = [("fine", -1), ("raise", 0), ("raise", 2), ("diverge", 1), ("linger", 0), ("kill", 0), ("kill", 1), ("hang", 1), ("suspend", -1)]  # fmt: skip
 
 
 def begin(folder: Path, fault: str, bad: int) -> list[BaseProcess]:
@@ -33,11 +35,21 @@ def end(folder: Path, ranks: list[BaseProcess]) -> tuple[list[int | None], str]:
     return codes, "".join((folder / f"{rank}.out").read_text() for rank in range(WORLD))
 
 
+def go_on_after(seconds: float, processes: list[BaseProcess]) -> None:
+    """Lets processes that have stopped themselves go on."""
+    state = lambda p: Path(f"/proc/{p.pid}/stat").read_text().rsplit(") ", 1)[1][0]  # noqa: E731
+    assert wait_for(lambda: all(state(p) == "T" for p in processes))
+    time.sleep(seconds)
+    for p in processes:
+        os.kill(p.pid, signal.SIGCONT)
+
+
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory) -> Callable[[str, int], tuple[list[int | None], str, Path]]:
     """(exit codes, what the ranks said, stacks) of a job; all run at once, since they mostly wait."""
     folders = {fault: tmp_path_factory.mktemp("job") for fault in FAULTS}
     jobs = {fault: begin(folder, *fault) for fault, folder in folders.items()}
+    go_on_after(TIMEOUT_S + 2, jobs["suspend", -1])
     done = {
         fault: (*end(folders[fault], job), folders[fault] / "stacks") for fault, job in jobs.items()
     }
@@ -67,6 +79,30 @@ def test_a_rank_that_the_guard_stops_ends_all_with_the_guards_exit_code(outcome)
 def test_ranks_that_left_early_are_not_taken_for_dead(outcome) -> None:
     codes, err, _ = outcome("linger", 0)
     assert codes == [0, 0, 0] and "error" not in err
+
+
+def test_ranks_that_were_suspended_go_on(outcome) -> None:
+    codes, err, stacks = outcome("suspend", -1)
+    assert codes == [0, 0, 0] and not err and not stacks.exists()
+
+
+def test_a_process_that_was_suspended_goes_on_and_is_watched(tmp_path) -> None:
+    """Its timer had run out: it ended with exit code 1 as soon as it went on."""
+    process = forked.start(stop_and_hang, tmp_path, log=tmp_path / "out")
+    go_on_after(4.0, [process])
+    assert forked.finish([process]) == [LOST_RANK_EXIT], (tmp_path / "out").read_text()
+    assert "hangs in forward" in (tmp_path / "out").read_text()
+
+
+def stop_and_hang(folder: Path) -> None:
+    dog = Watchdog(folder, 3.0, poll_s=0.1)
+    dog.beat("data")
+    dog.running()
+    os.kill(os.getpid(), signal.SIGTSTP)
+    for _ in range(10):  # no longer than it may be silent
+        time.sleep(0.1)
+    dog.beat("forward")
+    time.sleep(60)
 
 
 @pytest.mark.parametrize("bad", [0, 1])

@@ -25,6 +25,8 @@ def rank_main(rank: int, folder: Path, fault: str, bad: int) -> None:
             dog.beat("data")
             if rank == bad and step == 3:
                 go_wrong(fault)
+            if fault == "suspend" and step == 3:  # all ranks
+                os.kill(os.getpid(), signal.SIGTSTP)
             dog.beat("update")
             dist.all_reduce(torch.ones(1))
             dog.running()
