@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import resource
 import time
 from pathlib import Path
@@ -31,18 +32,22 @@ if TYPE_CHECKING:
     from pretrain.data.batches import GlobalBatch
     from pretrain.optim.budget import TimeBudget
 
-# Dense peak in bf16 and fp16 (FLOP/s) by what the device name contains; data sheets.
-_PEAKS = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "B200": 2250e12, "A100": 312e12,
-          "A10G": 70e12, "A10": 125e12, "A40": 150e12, "L40S": 362e12, "L4": 121e12, "V100": 125e12,
-          "RTX 4090": 165e12, "RTX 3090": 71e12, "T4": 65e12}  # fmt: skip
+# Dense peak in bf16 and fp16 (FLOP/s) by whole words of the device name, the first that fit ($: they
+# end it, as a laptop's or a Ti's do not); data sheets.
+_PEAKS = {"H200 NVL": 835e12, "H200": 989e12, "GH200": 989e12, "H100 PCIe": 756e12,
+          "H100 NVL": 835e12, "H100": 989e12, "GB200": 2500e12, "B200": 2250e12, "A100": 312e12,
+          "A10G": 70e12, "A10": 125e12, "A40": 150e12, "L40S": 362e12, "L4": 121e12,
+          "V100-PCIE": 112e12, "V100": 125e12, "RTX 4090$": 165e12, "RTX 3090$": 71e12,
+          "T4": 65e12}  # fmt: skip
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
     """Dense peak of a card, FLOP/s; None where it is not known. fp8 is twice bf16."""
-    for name, peak in _PEAKS.items():
-        if name in device_name and precision in ("bf16", "fp16", "fp8"):
-            return peak * (2 if precision == "fp8" else 1)
-    return None
+    if precision not in ("bf16", "fp16", "fp8"):
+        return None
+    found = (peak for words, peak in _PEAKS.items() if re.search(rf"\b{words}\b", device_name))
+    peak = next(found, None)
+    return peak and peak * (2 if precision == "fp8" else 1)
 
 
 class Telemetry:

@@ -152,13 +152,41 @@ def test_progress_goes_to_the_log_with_loss_and_speed(tmp_path, capsys) -> None:
     assert "train: 10/10 updates (100%)" in out and "loss 7.0000" in out and "22.0k tokens/s" in out
 
 
-def test_peaks_of_cards() -> None:
-    assert peak_flops("NVIDIA H100 80GB HBM3", "bf16") == 989e12
-    assert peak_flops("NVIDIA H100 PCIe", "bf16") == 756e12
-    assert peak_flops("NVIDIA H100 80GB HBM3", "fp8") == 2 * 989e12
-    assert peak_flops("NVIDIA L40S", "fp16") == 362e12
-    assert peak_flops("NVIDIA L4", "fp16") == 121e12
-    assert peak_flops("", "bf16") is None and peak_flops("NVIDIA H100", "fp32") is None
+@pytest.mark.parametrize(
+    ("device", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 NVL", 835e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H200 NVL", 835e12),
+        ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA B200", 2250e12),
+        ("NVIDIA GB200", 2500e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA A10", 125e12),
+        ("NVIDIA A10G", 70e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA L4", 121e12),
+        ("Tesla V100-SXM2-32GB", 125e12),
+        ("Tesla V100-PCIE-16GB", 112e12),
+        ("Tesla T4", 65e12),
+        ("NVIDIA GeForce RTX 4090", 165e12),
+        # Other cards, whose names only begin or go on like those.
+        ("NVIDIA L40", None),
+        ("NVIDIA RTX A1000", None),
+        ("NVIDIA RTX A4000", None),
+        ("NVIDIA A16", None),
+        ("NVIDIA T400 4GB", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("", None),
+    ],
+)
+def test_peaks_of_cards(device, peak) -> None:
+    assert peak_flops(device, "bf16") == peak_flops(device, "fp16") == peak
+    assert peak_flops(device, "fp8") == (peak and 2 * peak)
+    assert peak_flops(device, "fp32") is None
 
 
 @pytest.fixture
