@@ -196,7 +196,9 @@ def _summary(run: Run, name: str) -> dict[str, str]:
         values = [r[key] for r in run.train if isinstance(r.get(key), int | float)]
         if values:
             row[f"{label} (median)"] = format(float(np.median(values)), form)
-    row["time in updates"] = duration(sum(r.get("seconds", 0.0) for r in run.train))
+    # A log of before `stretch_s` tells the logged updates' own time only.
+    took = sum(r.get("stretch_s", r.get("seconds", 0.0)) for r in run.train)
+    row["time in updates"] = duration(took)
     return row
 
 

@@ -8,6 +8,7 @@ Rates: model TFLOP/s and MFU count what `configs.model.model_flops` counts (real
 positions only, backward = twice forward, nothing for recomputation or padding), over the time from
 one logged update to the next, per process of the world; MFU divides by the card's dense peak in the
 precision of the run as its data sheet states it, and is left out for cards not listed here.
+seconds is the time of the update itself, stretch_s that of all updates from the last logged one to it.
 With train.max_minutes, spent_s is the time of them that was spent, as far as the update knew.
 """
 
@@ -141,7 +142,7 @@ class Telemetry:
             return
         took = max(work["seconds"], 1e-9)
         tflops = work["flops"] / took / self.world / 1e12
-        record = {**values, "epoch": batch.epoch, "seconds": seconds,
+        record = {**values, "epoch": batch.epoch, "seconds": seconds, "stretch_s": work["seconds"],
                   "tokens_per_s": work["tokens"] / took, "sequences_per_s": work["rows"] / took,
                   "model_tflops": tflops, "packing_waste": 1 - work["tokens"] / work["computed"],
                   "data_wait": work["data_wait_s"] / took, "memory_gb": memory_gb()}  # fmt: skip

@@ -12,6 +12,7 @@ import sys
 import pytest
 
 from configs import UserError
+from configs.console import duration
 from configs.log import cut_log, read_log
 from configs.model import model_flops, resolve_model
 from configs.schema import Recipe
@@ -118,6 +119,24 @@ def test_log_every_averages_the_rates_of_the_updates_between(tmp_path) -> None:
     lines = read_log(tmp_path / "log.jsonl")
     assert [r["step"] for r in lines] == [1, 4, 8, 10]
     assert lines[1]["tokens_per_s"] == pytest.approx(3 * 11000 / (2 + 3 + 4))
+
+
+@pytest.mark.parametrize("every", [1, 4, 10])
+def test_the_report_counts_the_time_of_all_updates(tmp_path, every) -> None:
+    """It was that of the logged ones: a tenth of it with train.log_every=10."""
+    recipe = Recipe()
+    recipe.train.log_every = every
+    t = Telemetry(tmp_path, recipe, resolve_model(recipe.model, 1000), total=34)
+    seconds = {k: 100.0 * k for k in range(1, 35)}
+    for k, took in seconds.items():
+        t.update(k, {"loss": 1.0}, BATCH, seconds=took)
+    t.close()
+    assert f"<td>{duration(sum(seconds.values()))}</td>" in render([load_run(tmp_path)])
+    log = tmp_path / "log.jsonl"
+    old = [{k: v for k, v in r.items() if k != "stretch_s"} for r in read_log(log)]
+    log.write_text("".join(json.dumps(r) + "\n" for r in old))
+    logged = sum(took for k, took in seconds.items() if t.wants(k))
+    assert f"<td>{duration(logged)}</td>" in render([load_run(tmp_path)])
 
 
 def test_only_rank_0_writes(tmp_path) -> None:
