@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from configs import UserError, say
 from configs.files import named
+from configs.objectives import PAIR_OBJECTIVES
 from configs.schema import MaskingConfig
 from pretrain.convert.vocabulary import read_vocab
 from pretrain.same_tokenizer import vocabulary
@@ -112,6 +113,11 @@ def evaluate(
             raise UserError(
                 f"{held_out.folder}: rows of up to {longest} tokens, {path} has {positions} positions",
                 "score on a shard set of shorter rows",
+            )
+        if held_out.objective in PAIR_OBJECTIVES and opened.config.type_vocab_size < 2:
+            raise UserError(
+                f"{held_out.folder}: rows of two segments, {path} has one token type",
+                "score on a shard set of single segments (objective=single)",
             )
     tokenizer = AutoTokenizer.from_pretrained(opened.tokenizer, use_fast=True)
     model = to_model(opened.config, opened.tensors, select("auto", device)).to(device)

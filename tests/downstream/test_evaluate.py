@@ -222,6 +222,28 @@ def test_texts_longer_than_the_models_positions_are_refused(
         evaluate(tiny_model, blimp=str(tmp_path / "long.parquet"))
 
 
+@pytest.mark.parametrize("types", [1, 2])
+@pytest.mark.parametrize("pairs", [False, True])
+def test_pairs_are_refused_where_the_model_has_one_token_type(
+    tmp_path: Path, tiny_model: Path, types: int, pairs: bool
+) -> None:
+    """They ended in an IndexError."""
+    from transformers import BertConfig, BertForPreTraining
+
+    shutil.copytree(tiny_model, tmp_path / "hf")
+    config = BertConfig.from_pretrained(tiny_model, type_vocab_size=types)
+    BertForPreTraining(config).save_pretrained(tmp_path / "hf")
+    folder = make_shards(
+        tmp_path / "s", rows=8, max_length=32, vocab_size=config.vocab_size, pairs=pairs
+    )
+    shutil.copyfile(tiny_model / "tokenizer.json", folder / "tokenizer.json")
+    if pairs and types == 1:
+        with pytest.raises(UserError, match="rows of two segments, .*hf has one token type"):
+            evaluate(tmp_path / "hf", held_out(folder))
+    else:
+        assert evaluate(tmp_path / "hf", held_out(folder), pseudo_rows=1)["mlm_loss"] > 0
+
+
 def test_a_model_that_computes_nan_has_no_scores(
     tmp_path: Path, tiny_model: Path, shards: Path
 ) -> None:
