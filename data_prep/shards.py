@@ -230,8 +230,7 @@ class Shards:
             np.empty(len(ids), np.int32),
             np.empty(len(ids), np.int32),
         )
-        where = self.part_of(ids)
-        groups = [(int(p), np.flatnonzero(where == p)) for p in np.unique(where)]
+        groups = self._by_part(ids)
         for number, chosen in groups:
             part, local = self.part(number), ids[chosen] - self._starts[number]
             out.segment_b[chosen] = part.flat("segment_b", local)
@@ -242,7 +241,7 @@ class Shards:
             _gather(part.values("input_ids"), starts, counts, out.tokens, offsets[chosen])
         if len(out.tokens) and not 0 <= out.tokens.min() <= out.tokens.max() < self.vocab_size:
             wrong = np.argmax((out.tokens < 0) | (out.tokens >= self.vocab_size))
-            part = self.part(int(where[np.searchsorted(offsets, wrong, "right") - 1]))
+            part = self.part(int(self.part_of(ids)[np.searchsorted(offsets, wrong, "right") - 1]))
             raise UserError(
                 f"{part.path}: token {out.tokens[wrong]}, the vocabulary has {self.vocab_size}",
                 REBUILD,
@@ -251,30 +250,40 @@ class Shards:
             self._static_masks(ids, groups, out)
         return out
 
+    def static_mask_counts(self, ids: np.ndarray) -> np.ndarray:
+        """Static masks of these rows, int64 [n], without reading the rows; for shards that have them.
+
+        Raises:
+            UserError: a part is missing or damaged; names it.
+        """
+        counts = np.zeros(len(ids), np.int64)
+        for number, chosen in self._by_part(ids):
+            local = ids[chosen] - self._starts[number]
+            counts[chosen] = self.part(number).spans("masked_positions", local)[1]
+        return counts
+
+    def _by_part(self, ids: np.ndarray) -> list[tuple[int, np.ndarray]]:
+        """(part, places in `ids` of its rows) for every part that has some."""
+        where = self.part_of(ids)
+        return [(int(p), np.flatnonzero(where == p)) for p in np.unique(where)]
+
     def _static_masks(
         self, ids: np.ndarray, groups: list[tuple[int, np.ndarray]], out: Rows
     ) -> None:
-        counts = np.zeros(len(ids), np.int64)
-        spans = {}
-        for number, chosen in groups:
-            local = ids[chosen] - self._starts[number]
-            spans[number] = [
-                self.part(number).spans(c, local) for c in ("masked_positions", "masked_labels")
-            ]
-            if not np.array_equal(spans[number][0][1], spans[number][1][1]):
-                raise UserError(f"{self.part(number).path}: masks without labels", REBUILD)
-            counts[chosen] = spans[number][0][1]
+        counts = self.static_mask_counts(ids)
         out.masked_offsets = offsets_of(counts)
         out.masked_positions = np.empty(out.masked_offsets[-1], np.int32)
         out.masked_labels = np.empty(out.masked_offsets[-1], np.int32)
         for number, chosen in groups:
-            for (starts, n), column, to in zip(
-                spans[number],
-                ("masked_positions", "masked_labels"),
-                (out.masked_positions, out.masked_labels),
+            part, local = self.part(number), ids[chosen] - self._starts[number]
+            for column, to in (
+                ("masked_positions", out.masked_positions),
+                ("masked_labels", out.masked_labels),
             ):
-                values = self.part(number).values(column)
-                _gather(values, starts, n, to, out.masked_offsets[chosen])
+                starts, n = part.spans(column, local)
+                if not np.array_equal(n, counts[chosen]):
+                    raise UserError(f"{part.path}: masks without labels", REBUILD)
+                _gather(part.values(column), starts, n, to, out.masked_offsets[chosen])
 
 
 def _gather(

@@ -88,8 +88,8 @@ class BatchBuilder:
     def plan(self, rows: np.ndarray) -> tuple[Plan, np.ndarray, np.ndarray]:
         """(plan, lengths, predictions) of a global batch of these rows."""
         lengths = self.shards.lengths[rows].astype(np.int64)
-        if self.static:  # counts of static masks stand in the parts only
-            counts = np.diff(_static(self.shards.rows(rows))[2])
+        if self.static:
+            counts = self.shards.static_mask_counts(rows)
         else:
             counts = self.masker.counts(lengths)
         return self.packer.plan(lengths, counts), lengths, counts

@@ -7,6 +7,8 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from configs import UserError
 from configs.schema import MaskingConfig, PhaseConfig
@@ -189,6 +191,47 @@ def test_static_masks_of_the_shard_are_used_as_they_are(tmp_path) -> None:
     for m in g.micros:
         assert {row[0] for row in rows_of(m)} <= want
         assert (m.input_ids[m.masked_positions[: m.masked]] == shards.special_ids["mask"]).all()
+
+
+@pytest.fixture(scope="module")
+def masked_shards(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("m") / "s"
+    return open_shards(make_shards(folder, rows=90, max_length=32, parts=3, static_masks=True))
+
+
+@given(st.lists(st.integers(0, 89), min_size=1, max_size=60), st.integers(1, 4))
+@settings(max_examples=50, deadline=None)
+def test_static_masks_are_planned_for_by_their_counts_in_the_rows(masked_shards, ids, dp) -> None:
+    rows = np.array((ids * dp)[: max(len(ids), dp)])
+    b = batches(masked_shards, len(rows), dp=dp, budget=256)
+    b.close()
+    plan, lengths, counts = b.builder.plan(rows)
+    read = masked_shards.rows(rows)
+    assert np.array_equal(counts, np.diff(read.masked_offsets))
+    wanted = b.builder.packer.plan(read.lengths, np.diff(read.masked_offsets))
+    assert np.array_equal(lengths, read.lengths) and vars(plan).keys() == vars(wanted).keys()
+    assert all(np.array_equal(vars(plan)[name], vars(wanted)[name]) for name in vars(plan))
+
+
+def test_a_rank_reads_its_own_rows_only(tmp_path) -> None:
+    """With static masks each read the whole global batch, to count them. What another rank is to
+    read is damaged here."""
+    folder = make_shards(tmp_path / "s", rows=90, max_length=32, parts=1, static_masks=True)
+    shards = open_shards(folder)
+    ranks = [batches(shards, 40, dp_rank=rank, dp=2, budget=256) for rank in (0, 1)]
+    _, rows = ranks[0].row_ids(0)
+    plan = ranks[0].builder.plan(rows)[0]
+    other = rows[np.concatenate([plan.bin(1, n) for n in range(plan.n_micro)])]
+    starts, _ = shards.part(0).spans("input_ids", other)
+    with (folder / "part-00000.arrow").open("r+b") as file:
+        for start in starts.tolist():
+            file.seek(2 * start)
+            file.write(b"\xff\xff")
+    assert ranks[0].update(0).rows_total == 40
+    with pytest.raises(UserError, match="token 65535"):
+        ranks[1].update(0)
+    for b in ranks:
+        b.close()
 
 
 def test_rows_of_one_segment_have_token_type_zero(tmp_path) -> None:
