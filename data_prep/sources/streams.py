@@ -10,6 +10,7 @@ from __future__ import annotations
 import bz2
 import codecs
 import gzip
+import io
 import lzma
 import zlib
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from data_prep.sources.bz2_blocks import BlockReader
 from data_prep.sources.encoding import Tally, is_no_text, to_utf8
 
 CHUNK = 1 << 20
+ZST_STEP = 64 << 10  # compressed bytes at a time, so that what they hold stays small
 Chunks = Iterator[tuple[bytes, bool]]
 
 
@@ -61,8 +63,47 @@ def open_bytes(path: str | Path) -> IO[bytes]:
     if suffix == ".xz":
         return cast(IO[bytes], lzma.open(source, "rb"))
     if suffix == ".zst":
-        return cast(IO[bytes], zstandard.open(source, "rb"))
+        return io.BufferedReader(_Frames(open_raw(path)), CHUNK)
     return open_raw(path)
+
+
+class _Frames(io.RawIOBase):
+    """What the frames of a .zst file hold. zstandard's own reader takes a cut frame for a whole one.
+
+    Raises:
+        EOFError: the file ends inside a frame.
+    """
+
+    def __init__(self, source: IO[bytes]) -> None:
+        self._source = source
+        self._parts = self._decompressed()
+        self._held = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, target: Any) -> int:
+        if not self._held:
+            self._held = memoryview(next(self._parts, b""))
+        size = min(len(target), len(self._held))
+        target[:size], self._held = self._held[:size], self._held[size:]
+        return size
+
+    def close(self) -> None:
+        self._source.close()
+        super().close()
+
+    def _decompressed(self) -> Iterator[bytes]:
+        frame, data = None, b""
+        while data := data or self._source.read(ZST_STEP):
+            frame = frame or zstandard.ZstdDecompressor().decompressobj()
+            if part := frame.decompress(data):  # an empty one would mean the file's end
+                yield part
+            data = frame.unused_data
+            if frame.eof:
+                frame = None
+        if frame:
+            raise EOFError("it ends inside a frame")
 
 
 def read_all(path: str | Path) -> bytes:

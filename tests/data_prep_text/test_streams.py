@@ -1,0 +1,87 @@
+"""Reading files: packed, cut short, and line by line."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import lzma
+import struct
+from pathlib import Path
+
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from configs import UserError
+from configs.schema import SourceConfig
+from data_prep.sources import Tally, open_source
+from data_prep.sources.base import Piece
+from data_prep.sources.streams import chunks_of, read_all
+
+PACK = {
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": zstandard.ZstdCompressor().compress,
+}
+SKIPPED = struct.pack("<II", 0x184D2A50, 5) + b"hello"  # a frame of .zst that is no content
+PAGE = "<page><title>{0}</title><ns>0</ns><id>{0}</id><text>Sentence {0}. It is here.</text></page>"
+TEXTS = {
+    "text": (".txt", "Sentence {0}. It is here.\n\n"),
+    "sentences": (".txt", "sentence {0}\n"),
+    "books": (".txt", "Sentence {0}. It is here.\n\n"),
+    "hub": (".jsonl", '{{"text": "Sentence {0}. It is here."}}\n'),
+    "extracted": (".jsonl", '{{"text": "Sentence {0}. It is here."}}\n'),
+    "wikipedia": (".xml", f"<mediawiki>{PAGE}</mediawiki>\n"),
+}
+
+
+@pytest.mark.parametrize("kind", TEXTS)
+@pytest.mark.parametrize("packed", PACK)
+def test_packed_files_cut_short_are_named(tmp_path: Path, kind: str, packed: str) -> None:
+    suffix, text = TEXTS[kind]
+    data = PACK[packed]("".join(text.format(n * n) for n in range(3000)).encode())
+    for end in (len(data) - 10, len(data) // 2, 20):
+        file = tmp_path / f"a{suffix}{packed}"
+        file.write_bytes(data[:end])
+        with pytest.raises(UserError, match=rf"a{suffix}{packed}: .*[\s\S]*cut"):
+            source = open_source(SourceConfig(kind=kind, path=str(file)))
+            for unit in source.ranges():
+                for _ in source.documents(unit, Tally()):
+                    pass
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    parts=st.lists(st.binary(max_size=300), min_size=1, max_size=5), place=st.floats(0, 1), data=st.data()
+)  # fmt: skip
+def test_zst_is_read_frame_by_frame(tmp_path_factory, parts, place, data) -> None:
+    """Several frames are one file; a cut inside one is an error, between two nobody can tell."""
+    file = str(tmp_path_factory.mktemp("zst") / "a.zst")
+    frames = []
+    for part in parts:
+        size = data.draw(st.booleans())
+        frames.append(zstandard.ZstdCompressor(write_content_size=size).compress(part))
+        if data.draw(st.booleans()):
+            frames.append(SKIPPED)
+    packed = b"".join(frames)
+    Path(file).write_bytes(packed)
+    assert read_all(file) == b"".join(parts)
+    assert b"".join(chunk for chunk, _ in chunks_of(Piece(file))) == b"".join(parts)
+    cut = int(place * len(packed))
+    Path(file).write_bytes(packed[:cut])
+    if cut in {sum(map(len, frames[:n])) for n in range(len(frames) + 1)}:
+        assert b"".join(parts).startswith(read_all(file))
+    else:
+        with pytest.raises(UserError, match=r"a\.zst: cannot be read"):
+            read_all(file)
+
+
+def test_large_zst_comes_in_chunks_of_one_size(tmp_path: Path) -> None:
+    """What looks at a file's head must get one, however small the frames are."""
+    frames = [PACK[".zst"](b"%d\n" % n * 999) for n in range(2000)]
+    (tmp_path / "a.zst").write_bytes(b"".join(frames))
+    chunks = [chunk for chunk, _ in chunks_of(Piece(str(tmp_path / "a.zst")))]
+    assert {len(chunk) for chunk in chunks[:-1]} == {1 << 20} and len(chunks) > 3
+    assert b"".join(chunks) == b"".join(b"%d\n" % n * 999 for n in range(2000))
