@@ -11,6 +11,7 @@ import html
 import re
 from collections.abc import Mapping
 
+from data_prep.sentences import PROSE_END
 from data_prep.wikitext_templates import expand
 
 # Namespaces by number as dumps' headers list them: links into these show nothing of the target.
@@ -56,7 +57,6 @@ _DEBRIS = re.compile(r"\{\{+|\}\}+|\[\[+|\]\]+|\{\||\|\}")
 _MARK_RUN = re.compile(r"[\[\]{}|]{2,}")
 _LONGEST_RUN = 64  # marks; more than that in a row are no text whatever they are
 _ATTRIBUTES = re.compile(r"(?:[\w-]+\s*=\s*\"[^\"]*\"\s*\|?\s*)+")
-_ENDS = re.compile(r"[.!?:;…。！？؟।॥.][\"'”’»›)\]」』]*\Z")
 SHORTEST = 60  # characters of a paragraph that has no sentence's end: below, it is a title
 # The text of <nowiki> hides from the other passes behind private characters.
 _MARKS = "[]{}|<>'=&*#:;!-_"
@@ -245,7 +245,7 @@ def _tidied(text: str) -> str:
         text = _CLOSED.sub(")", _OPENED.sub("(", _EMPTY_BRACKETS.sub("", text)))
         text = _MARK_RUN.sub(_without_debris, text)  # marks that "[ ]" kept apart
     text = _BEFORE_MARK.sub(r"\1", _DOUBLED.sub(r"\1", _SPACES.sub(" ", text))).strip()
-    if len(text) < SHORTEST and not _ENDS.search(text):
+    if len(text) < SHORTEST and not PROSE_END.search(text):
         return ""
     if "=" in text and _ATTRIBUTES.fullmatch(text):
         return ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from data_prep.sentences import PROSE_END
 from data_prep.sources.base import Document, Piece, Range, Source, group_files
 from data_prep.sources.encoding import Tally, decode, is_no_text
 from data_prep.sources.streams import CHUNK, read_all
@@ -53,7 +54,6 @@ _ENTRY = re.compile(
     rf"(?:{_PART_NAME}\s+)?{_NUMBER}[.:)—-]*(?:\s|\Z)|.*(?:\.{{2,}}|\s{{2,}}|\s)[\divxlc]+\.?\Z",
     re.I,
 )
-_ENDS = re.compile(r"[.!?:;,…—-][\"'”’)\]_*]*\Z")
 _CLOSERS = "\"'”’)]_*"
 
 
@@ -107,7 +107,7 @@ def chapters(text: str) -> Iterator[list[str]]:
             continue
         if short and _is_heading(block):
             # A story's title in a book without numbered chapters: in capitals, after a wide gap.
-            titled = far and not numbered and block.upper() == block
+            titled = far and not numbered and _in_capitals(block)
             if titled and len(chapter) >= SHORTEST_CHAPTER:
                 yield chapter
                 chapter = []
@@ -131,13 +131,19 @@ def _joined(block: str) -> str:
     return "" if joined[:9].lower() == "[footnote" else joined
 
 
+def _in_capitals(block: str) -> bool:
+    """Most scripts have no small letters, so a text without any may be in no capitals either."""
+    capitals, letters = sum(map(str.isupper, block)), sum(map(str.isalpha, block))
+    return block.upper() == block and capitals * 2 > letters
+
+
 def _is_heading(block: str) -> bool:
-    if block.upper() == block and any(map(str.isalpha, block)):
+    if _in_capitals(block):
         if block[-1] not in _CLOSERS:
             return block[-1] not in "!?"
         # Shouting inside a dialogue ends in a mark and has one line: "STOP!" she cried is mixed case.
         return block.rstrip(_CLOSERS)[-1:] not in (".", "!", "?", "-", "—", ",")
-    return len(block) < 80 and "\n" not in block and not _ENDS.search(block)
+    return len(block) < 80 and "\n" not in block and not PROSE_END.search(block)
 
 
 def _is_table(block: str) -> bool:
@@ -151,7 +157,7 @@ def _is_table(block: str) -> bool:
 def _is_list(block: str) -> bool:
     """Lines of a table of contents: numbered, or short without a sentence's end."""
     lines = [line.strip() for line in block.split("\n")]
-    entries = sum(bool(_ENTRY.match(line)) or not _ENDS.search(line) for line in lines)
+    entries = sum(bool(_ENTRY.match(line)) or not PROSE_END.search(line) for line in lines)
     return entries * 2 > len(lines) and max(map(len, lines)) < 100
 
 

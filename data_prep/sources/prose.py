@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-_ENDS = re.compile(r"[.!?:;,…。！？؟।—-][\"'”’»)\]]*\Z")
+from data_prep.sentences import PROSE_END
 
 _DOTTED_TITLE = re.compile(r"[A-Z]\w*(?: \w+){0,2}\.")
 LONGEST_TITLE = 60  # characters of a line that may be a title
@@ -37,7 +37,7 @@ def without_titles(lines: list[str], dotted: bool = False) -> list[str]:
         for line in lines
         if len(line) >= LONGEST_TITLE
         or (
-            _ENDS.search(line)
+            PROSE_END.search(line)
             and not line.startswith("==")
             and not (dotted and _DOTTED_TITLE.fullmatch(line))
         )

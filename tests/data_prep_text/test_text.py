@@ -1,4 +1,4 @@
-"""Plain text, sentences a line, books and WikiExtractor output."""
+"""Plain text, sentences a line and WikiExtractor output."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from configs.schema import SourceConfig
 from data_prep.documents import family
 from data_prep.sources import Document, Tally, open_source, text
 from data_prep.sources.base import Piece
-from data_prep.sources.books import chapters, strip_gutenberg
 from data_prep.sources.text import groups_of_lines
 
 PACK = {
@@ -205,120 +204,6 @@ def test_wrong_kinds_and_cuts_are_refused() -> None:
         open_source(SourceConfig(kind="books", path="x", document="window", window_sentences=1))
     with pytest.raises(UserError, match="no path"):
         open_source(SourceConfig(kind="books")).ranges()
-
-
-LINE = "It was the best of times, it was the worst of times, it was the age of\nwisdom, it was the age of _foolishness_"
-GUTENBERG = f"""The Project Gutenberg EBook of A Book, by Nobody
-
-Title: A Book
-
-*** START OF THIS PROJECT GUTENBERG EBOOK A LONG
-TITLE OVER TWO LINES ***
-
-
-
-
-Produced by Some Volunteers and the Online
-Distributed Proofreading Team
-
-A BOOK
-
-by
-
-Nobody
-
-CONTENTS
-
-I. The First Part          1
-II. The Second Part       22
-
-[Illustration: A house
-in the fog]
-
-CHAPTER I.--THE FIRST PART
-
-{LINE}.
-
-"Stop!" she cried.[1]
-
-       *       *       *       *       *
-
-{LINE};
-and so on.
-
-CHAPTER II
-
-{LINE}.
-
-[Footnote 1: Not really.]
-
-
-
-
-End of the Project Gutenberg EBook of A Book, by Nobody
-
-*** END OF THIS PROJECT GUTENBERG EBOOK A BOOK ***
-
-***** This file should be named 1-0.txt *****
-Gutenberg licence, very long.
-"""
-CLEAN = " ".join(LINE.split()).replace("_", "")
-
-
-@pytest.mark.parametrize("ends", ["\n", "\r\n"])
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "latin-1", "utf-16"])
-def test_a_gutenberg_book(tmp_path, ends, encoding) -> None:
-    data = (
-        GUTENBERG.replace("fog", "fôg").replace("best", "bést").replace("\n", ends).encode(encoding)
-    )
-    for packed in ("", ".gz", ".zst"):
-        (tmp_path / f"1-0.txt{packed}").write_bytes(PACK[packed](data))
-    documents, _ = read("books", tmp_path, document="chapter")
-    best = CLEAN.replace("best", "bést")
-    one, two = [f"{best}.", '"Stop!" she cried.', f"{best}; and so on."], [f"{best}."]
-    assert [d.paragraphs for d in documents] == [one, two] * 3
-    whole, _ = read("books", tmp_path / "1-0.txt")
-    assert [d.paragraphs for d in whole] == [one + two]
-
-
-def test_old_headers_and_books_without_any() -> None:
-    text_ = (
-        "Header\n*END THE SMALL PRINT! FOR PUBLIC DOMAIN ETEXTS*Ver.04.29.93*END*\n\nThe text.\n"
-    )
-    assert strip_gutenberg(text_).strip() == "The text."
-    assert strip_gutenberg("Just text.\n") == "Just text.\n"
-
-
-def test_what_looks_like_a_heading_but_is_not() -> None:
-    kept = ['"NO!"', "I. was a letter to him.", "“I--”", "She said:", "Civil.", "He came[2]."]
-    assert next(chapters("\n\n".join(kept))) == [*kept[:-1], "He came."]
-
-
-def test_raw_gutenberg_files_equal_the_cleaned_ones(real_data) -> None:
-    """Header, licence and footer of four untouched files; the same books were cleaned by hand."""
-    for number, raw in (
-        ("00345", "345-8"),
-        ("00035", "35-0"),
-        ("04217", "4217-0"),
-        ("00084", "84-0"),
-    ):
-        ours, _ = read("books", real_data / f"books-raw/{raw}.txt.gz")
-        clean, _ = read("books", next((real_data / "books").glob(f"{number}_*")))
-        mine, theirs = (Counter(d[0].paragraphs) for d in (ours, clean))
-        shared = (mine & theirs).total()
-        assert shared >= 0.995 * max(mine.total(), theirs.total())
-        assert not [p for p in mine if "Gutenberg" in p or "*** " in p]
-
-
-def test_real_books_have_chapters_and_no_headings(real_data) -> None:
-    documents, _ = read("books", next((real_data / "books").glob("01400_*")), document="chapter")
-    assert len(documents) == 59  # Great Expectations
-    documents, _ = read("books", next((real_data / "books").glob("00011_*")), document="chapter")
-    assert len(documents) == 12  # Alice
-    for document in documents:
-        assert not [
-            p for p in document.paragraphs if p.lower().startswith(("chapter ", "contents"))
-        ]
 
 
 def test_extracted_articles_of_both_forms(tmp_path) -> None:
