@@ -18,9 +18,10 @@ _START = re.compile(
 )
 _SMALL_PRINT = re.compile(r"^\*END[* ]*THE SMALL PRINT!.*$", re.M)
 _END = re.compile(
-    r"^[ \t]*(?:\*{3}[ \t]*END[ \t]+OF[ \t]+(?:THE|THIS)[ \t]+PROJECT[ \t]+GUTENBERG"
-    r"|End[ \t]+of[ \t]+(?:the[ \t]+|this[ \t]+)?Project[ \t]+Gutenberg).*",
-    re.S | re.I | re.M,
+    r"^[ \t]*\*{3}[ \t]*END[ \t]+OF[ \t]+(?:THE|THIS)[ \t]+PROJECT[ \t]+GUTENBERG", re.I | re.M
+)
+_LAST_WORDS = re.compile(
+    r"^[ \t]*End[ \t]+of[ \t]+(?:the[ \t]+|this[ \t]+)?Project[ \t]+Gutenberg", re.I | re.M
 )
 _PRODUCED = re.compile(
     r"(?:Produced|E-?text prepared|Transcribed|Scanned|This e-?text was (?:produced|prepared|typed)"
@@ -62,8 +63,9 @@ def strip_gutenberg(text: str) -> str:
     start = _START.search(text[:60_000]) or _SMALL_PRINT.search(text[:60_000])
     if start:
         text = text[start.end() :]
-    end = _END.search(text, max(0, len(text) // 2))
-    if end:
+    if end := _END.search(text):  # in a short book the licence is most of the text
+        text = text[: end.start()]
+    if end := _LAST_WORDS.search(text, len(text) // 2):  # before that a book may speak of it
         text = text[: end.start()]
     if start:
         text = text.lstrip("\n ")

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from configs.schema import SourceConfig
 from data_prep.sources import Document, Tally, open_source
@@ -97,6 +99,30 @@ def test_a_gutenberg_book(tmp_path, ends, encoding) -> None:
     assert [d.paragraphs for d in documents] == [one, two] * 3
     whole = read(tmp_path / "1-0.txt")
     assert [d.paragraphs for d in whole] == [one + two]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    size=st.integers(1, 400),
+    licence=st.sampled_from([0, 40, 400]),
+    last_words=st.sampled_from(["", "End of the Project Gutenberg EBook of A Book, by Nobody\n\n"]),
+    this=st.sampled_from(["THE", "THIS"]),
+)
+def test_the_licence_goes_however_short_the_book_is(size, licence, last_words, this) -> None:
+    body = "".join(f"Sentence {n} of the book is here.\n\n" for n in range(size))
+    text_ = (
+        f"Header\n*** START OF {this} PROJECT GUTENBERG EBOOK A BOOK ***\n\n{body}{last_words}"
+        f"*** END OF {this} PROJECT GUTENBERG EBOOK A BOOK ***\n\n"
+        + "A line of the licence of Project Gutenberg.\n"
+        * licence
+    )
+    assert strip_gutenberg(text_).strip() == body.strip()
+
+
+def test_a_book_may_speak_of_project_gutenberg() -> None:
+    text_ = "One.\n\nEnd of Project Gutenberg is what he called it.\n\n" + "More of it.\n\n" * 20
+    assert strip_gutenberg(text_) == text_
+    assert strip_gutenberg(f"{text_}End of Project Gutenberg's A Book\n") == text_
 
 
 def test_old_headers_and_books_without_any() -> None:
