@@ -33,7 +33,8 @@ class SourceConfig:
     text_column: str = "text"
     streaming: bool = False
     # What one document is: `file` (or article, or row), `chapter`, `window` of window_sentences, or
-    # `rows`: window_sentences rows of a set with one sentence a row (hub, sentences).
+    # `rows`: window_sentences rows of a set with one sentence a row (hub, sentences); an
+    # empty row ends one.
     document: str = "file"
     window_sentences: int = 512
     language: str = "en"

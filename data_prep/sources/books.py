@@ -196,7 +196,7 @@ class BooksSource(Source):
 def book_documents(text: str, name: str, cut: str, sentences: int) -> Iterator[Document]:
     """Documents of one book's text: `cut` is file, chapter or window."""
     if cut == "window":
-        yield from windows(chapters(text), sentences, False, name)
+        yield from windows(chapters(text), sentences, name)
     elif cut == "chapter":
         for number, paragraphs in enumerate(chapters(text)):
             yield Document(f"{name}#{number}", paragraphs)

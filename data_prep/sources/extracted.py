@@ -50,7 +50,7 @@ class ExtractedSource(LineSource):
                 paragraphs = without_titles([line for line in lines if line], dotted=True)
                 name = f"{self.name}/{key}/{title}"
                 if paragraphs and self.config.document == "window":
-                    yield from windows([paragraphs], self.config.window_sentences, False, name)
+                    yield from windows([paragraphs], self.config.window_sentences, name)
                 elif paragraphs:
                     yield Document(name, paragraphs)
                 else:

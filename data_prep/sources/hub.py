@@ -24,11 +24,11 @@ from data_prep.sources.base import (
     hash_files,
 )
 from data_prep.sources.books import book_documents
-from data_prep.sources.encoding import Tally, decode, utf8, whole_characters
+from data_prep.sources.encoding import Tally, utf8, whole_characters
 from data_prep.sources.hub_files import SUFFIXES, resolve
 from data_prep.sources.prose import paragraphs_of
-from data_prep.sources.streams import can_cut, lines_of, open_raw, reading, text_chunks
-from data_prep.sources.text import windows
+from data_prep.sources.streams import can_cut, open_raw, reading
+from data_prep.sources.text import own_lines, windows, windows_of_rows
 
 ROWS = 8192  # read at a time
 
@@ -83,7 +83,7 @@ class HubSource(Source):
             name = self.id_of(piece)
             texts = self._rows(piece, tally, name)
             if cut == "rows":
-                yield from _windows_of_rows(texts, sentences, name)
+                yield from windows_of_rows(texts, sentences, name)
                 continue
             for number, text in enumerate(texts):
                 found = False
@@ -94,6 +94,7 @@ class HubSource(Source):
                     tally.dropped["empty row"] += 1
 
     def _rows(self, piece: Piece, tally: Tally, name: str) -> Iterator[str]:
+        """The text of each row, "" where there is none."""
         column = self.config.text_column
         if piece.path.endswith(".parquet"):
             with _table(piece.path) as file:
@@ -111,32 +112,11 @@ class HubSource(Source):
                         yield from _strings(texts, tally, name)
         else:
             as_json = ".json" in Path(piece.path).name
-            for line, own in lines_of(text_chunks(piece, tally, name), piece.start == 0):
-                if not own:
-                    return
-                text = decode(line, tally, name).strip()
-                if as_json and text:
-                    text = _json_text(text, column, piece.path)
-                    text = whole_characters(text, tally, name)
-                if text:
+            for text in own_lines(piece, tally, name):
+                if not as_json:
                     yield text
-
-
-def _windows_of_rows(texts: Iterator[str], sentences: int, name: str) -> Iterator[Document]:
-    """A row is a sentence; so many of them are a document, and an empty row ends one (B03: no
-    other character ends a sentence)."""
-    held: list[str] = []
-    number = 0
-    for text in texts:
-        text = " ".join(text.split())
-        if text:
-            held.append(text)
-        if held and (not text or len(held) == sentences):
-            yield Document(f"{name}#{number}", held, presplit=True)
-            held = []
-            number += 1
-    if held:
-        yield Document(f"{name}#{number}", held, presplit=True)
+                elif text.strip():
+                    yield whole_characters(_json_text(text, column, piece.path), tally, name)
 
 
 def _row_documents(text: str, name: str, cut: str, sentences: int) -> Iterator[Document]:
@@ -145,7 +125,7 @@ def _row_documents(text: str, name: str, cut: str, sentences: int) -> Iterator[D
         return
     paragraphs = paragraphs_of(text)
     if cut == "window":
-        yield from windows([paragraphs], sentences, False, name)
+        yield from windows([paragraphs], sentences, name)
     elif paragraphs:
         yield Document(name, paragraphs)
 

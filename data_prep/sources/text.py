@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 
 from configs.errors import UserError
@@ -22,8 +21,6 @@ TEXT_SUFFIXES = tuple(
     ending + packed for ending in (".txt", ".text") for packed in ("", ".gz", ".zst", ".bz2", ".xz")
 )
 LARGEST_DOCUMENT = 48 << 20  # keeps a worker below 1 GiB
-# Separators that Unicode's idea of a line has, and files with one sentence a line do not (B03).
-_NOT_ENDS = re.compile("\r?[\v\f\x1c-\x1e\x85\u2028\u2029]|\r")
 
 
 class LineSource(Source):
@@ -48,7 +45,7 @@ def groups_of_lines(piece: Piece, tally: Tally, name: str) -> Iterator[list[str]
     lines: list[str] = []
     ours = piece.start == 0
     for raw, own in lines_of(text_chunks(piece, tally, name), piece.start == 0):
-        text = _line(decode(raw, tally, name))
+        text = " ".join(decode(raw, tally, name).split())
         if text:
             if ours:
                 lines.append(text)
@@ -63,27 +60,45 @@ def groups_of_lines(piece: Piece, tally: Tally, name: str) -> Iterator[list[str]
         yield lines
 
 
-def _line(text: str) -> str:
-    text = text.removesuffix("\r")
-    return " ".join(_NOT_ENDS.sub(" ", text).split())
+def own_lines(piece: Piece, tally: Tally, name: str) -> Iterator[str]:
+    """The lines that start in a piece, empty ones too."""
+    for raw, own in lines_of(text_chunks(piece, tally, name), piece.start == 0):
+        if not own:
+            return
+        yield decode(raw, tally, name)
 
 
-def windows(
-    parts: Iterable[list[str]], sentences: int, presplit: bool, name: str
-) -> Iterator[Document]:
-    """Documents of about `sentences` sentences out of runs of paragraphs (or of sentences)."""
+def windows(parts: Iterable[list[str]], sentences: int, name: str) -> Iterator[Document]:
+    """Documents of about `sentences` sentences out of runs of paragraphs."""
     number = count = 0
     held: list[str] = []
     for part in parts:
         for text in part:
             held.append(text)
-            count += 1 if presplit else sentence_count(text)
+            count += sentence_count(text)
             if count >= sentences:
-                yield Document(f"{name}#{number}", held, presplit)
+                yield Document(f"{name}#{number}", held)
                 held, count = [], 0
                 number += 1
     if held:
-        yield Document(f"{name}#{number}", held, presplit)
+        yield Document(f"{name}#{number}", held)
+
+
+def windows_of_rows(texts: Iterable[str], sentences: int, name: str) -> Iterator[Document]:
+    """A row is a sentence; so many of them are a document, and an empty row ends one (B03: no
+    other character ends a sentence)."""
+    held: list[str] = []
+    number = 0
+    for text in texts:
+        text = " ".join(text.split())
+        if text:
+            held.append(text)
+        if held and (not text or len(held) == sentences):
+            yield Document(f"{name}#{number}", held, presplit=True)
+            held = []
+            number += 1
+    if held:
+        yield Document(f"{name}#{number}", held, presplit=True)
 
 
 def sentence_count(text: str) -> int:
@@ -92,17 +107,19 @@ def sentence_count(text: str) -> int:
 
 
 class SentencesSource(LineSource):
-    """One sentence a line, a blank line between documents: BERT's own input format."""
+    """One sentence a line, a blank line between documents: BERT's own input format. Windows (or
+    rows) are pieces of such documents, and need no blank lines."""
 
     cuts = ("file", "window", "rows")
 
     def documents(self, unit: Range, tally: Tally) -> Iterator[Document]:
         for piece in unit.pieces:
             name = self.id_of(piece)
-            groups = groups_of_lines(piece, tally, name)
             if self.config.document in ("window", "rows"):
-                yield from windows(groups, self.config.window_sentences, True, name)
+                rows = own_lines(piece, tally, name)
+                yield from windows_of_rows(rows, self.config.window_sentences, name)
                 continue
+            groups = groups_of_lines(piece, tally, name)
             for number, lines in enumerate(groups):  # no `#`: the next does not go on with this
                 yield Document(f"{name}/{number}", lines, presplit=True)
 
@@ -126,7 +143,7 @@ class TextSource(LineSource):
             name, binary = self.id_of(piece), tally.dropped[NO_TEXT]
             paragraphs = ([" ".join(lines)] for lines in groups_of_lines(piece, tally, name))
             if self.config.document == "window":
-                yield from windows(paragraphs, self.config.window_sentences, False, name)
+                yield from windows(paragraphs, self.config.window_sentences, name)
                 continue
             whole = [text for part in paragraphs for text in part]
             if whole:

@@ -68,7 +68,7 @@ class WikipediaSource(Source):
                     document = self._article(page, cleaner, tally, where)
                     if document and self.config.document == "window":
                         count = self.config.window_sentences
-                        yield from windows([document.paragraphs], count, False, document.id)
+                        yield from windows([document.paragraphs], count, document.id)
                     elif document:
                         yield document
             except EOFError as error:

@@ -8,12 +8,15 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from configs import UserError
 from configs.schema import SourceConfig
@@ -34,17 +37,17 @@ def texts(path: Path | str, **keys: Any) -> list[str]:
     return ["\n".join(d.paragraphs) for d in read(path, **keys)[0]]
 
 
-def write_all(folder: Path, column: str = "text") -> dict[str, Path]:
+def write_all(folder: Path, column: str = "text", rows: Sequence[str] = TEXTS) -> dict[str, Path]:
     """The same rows in every format."""
-    table = pa.table({"id": list(range(40)), column: TEXTS})
+    table = pa.table({"id": list(range(len(rows))), column: rows})
     pq.write_table(table, folder / "a.parquet", row_group_size=7)
     for name, new in (("stream.arrow", pa.ipc.new_stream), ("file.arrow", pa.ipc.new_file)):
         with new(str(folder / name), table.schema) as writer:
             writer.write_table(table, max_chunksize=9)
-    lines = "".join(json.dumps({column: text}) + "\n" for text in TEXTS)
+    lines = "".join(json.dumps({column: text}) + "\n" for text in rows)
     (folder / "a.jsonl").write_text(lines)
     (folder / "a.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
-    (folder / "a.txt").write_text("\n".join(TEXTS))
+    (folder / "a.txt").write_text("\n".join(rows))
     return {p.name: p for p in folder.iterdir()}
 
 
@@ -126,6 +129,33 @@ def test_rows_of_sentences_make_documents_of_so_many(tmp_path) -> None:
     assert [len(d.paragraphs) for d in documents] == [4, 4, 2, 1]
     assert all(d.presplit for d in documents)
     assert documents[0].paragraphs[0] == "usually , he is number 0 ."
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.lists(st.sampled_from(["", " ", "one .", "a b", "ça va ."]), min_size=1, max_size=12),
+    cut=st.sampled_from(["rows", "window", "file"]),
+    count=st.integers(2, 4),
+)
+def test_the_same_rows_are_the_same_documents_in_every_format(
+    tmp_path_factory, rows, cut, count
+) -> None:
+    """Empty rows end documents of sentences; those of lines of text were passed over."""
+    folder = tmp_path_factory.mktemp("rows")
+    files = write_all(folder, rows=[*rows, "last ."])
+    found = {
+        name: [d.paragraphs for d in read(file, document=cut, window_sentences=count)[0]]
+        for name, file in files.items()
+    }
+    assert all(documents == found["a.parquet"] for documents in found.values())
+    if cut != "file":
+        config = SourceConfig(
+            kind="sentences", path=str(files["a.txt"]), document=cut, window_sentences=count
+        )
+        source = open_source(config)
+        documents = [d for u in source.ranges() for d in source.documents(u, Tally())]
+        lines = read(files["a.parquet"], document="rows", window_sentences=count)[0]
+        assert [d.paragraphs for d in documents] == [d.paragraphs for d in lines]
 
 
 def test_books_in_rows_are_read_as_books(tmp_path) -> None:

@@ -20,7 +20,7 @@ from configs import UserError
 from configs.schema import SourceConfig
 from data_prep.documents import family
 from data_prep.sources import Document, Tally, open_source, text
-from data_prep.sources.base import Piece
+from data_prep.sources.base import Piece, cut_bytes
 from data_prep.sources.text import groups_of_lines
 
 PACK = {
@@ -61,8 +61,10 @@ def test_blank_lines_part_documents(tmp_path) -> None:
     documents, _ = read("sentences", tmp_path / "a.txt")
     assert [d.paragraphs for d in documents] == [["a one", "a two"], ["b one"], ["c one", "c two"]]
     assert len({d.id for d in documents}) == 3
-    windowed, _ = read("sentences", tmp_path / "a.txt", document="window", window_sentences=2)
-    assert [d.paragraphs for d in windowed] == [["a one", "a two"], ["b one", "c one"], ["c two"]]
+    for cut in ("window", "rows"):
+        for count in (2, 3):
+            same, _ = read("sentences", tmp_path / "a.txt", document=cut, window_sentences=count)
+            assert [d.paragraphs for d in same] == [d.paragraphs for d in documents]
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be"])
@@ -76,7 +78,7 @@ def test_lines_of_utf_16(tmp_path, monkeypatch, encoding) -> None:
     documents, _ = read("text", tmp_path / "a.txt")
     assert [d.paragraphs for d in documents] == [["ein Wört ਊ ok", "zwei"]]
     documents, _ = read("hub", tmp_path / "a.txt", document="rows")
-    assert [d.paragraphs for d in documents] == [["ein Wört", "ਊ ok", "zwei"]]
+    assert [d.paragraphs for d in documents] == [["ein Wört", "ਊ ok"], ["zwei"]]
     monkeypatch.setattr(text, "RANGE_BYTES", 10)
     with pytest.raises(UserError, match=r"a\.txt: a large text in UTF-16"):
         read("sentences", tmp_path / "a.txt")
@@ -87,6 +89,21 @@ def test_a_document_of_a_file_of_lines_does_not_go_on_in_the_next(tmp_path) -> N
     apart, _ = read("sentences", tmp_path / "a.txt")
     cut, _ = read("sentences", tmp_path / "a.txt", document="window", window_sentences=2)
     assert [len({family(d.id) for d in found}) for found in (apart, cut)] == [2, 1]
+
+
+@settings(max_examples=100, deadline=None)
+@given(lines=st.lists(st.sampled_from(["", "x", "yy", "\r"]), max_size=14), step=st.integers(1, 9))
+def test_rows_of_any_cut_of_a_file_are_its_lines(tmp_path_factory, lines, step) -> None:
+    """No blank line is needed to find a place to start; a cut ends a document and no more."""
+    file = tmp_path_factory.mktemp("cut") / "a.txt"
+    file.write_text("\n".join([*lines, "z"]))
+    units = [([piece], size) for [piece], size in cut_bytes(file, step)]
+    source = open_source(SourceConfig(kind="sentences", path=str(file), document="rows"))
+    source.plan = lambda: units
+    documents = [d for u in source.ranges() for d in source.documents(u, Tally())]
+    texts = [line for line in [*lines, "z"] if line.strip()]
+    assert [p for d in documents for p in d.paragraphs] == texts
+    assert len({family(d.id) for d in documents}) == 1
 
 
 def test_links_are_followed_and_broken_ones_named(tmp_path) -> None:
