@@ -208,15 +208,20 @@ def blocks_between(chunks: Chunks, start_tag: bytes, end_tag: bytes) -> Iterator
 def lines_of(chunks: Chunks, first: bool) -> Iterator[tuple[bytes, bool]]:
     """Lines without their LF, with `own`. The LF before a line decides, so that the line right
     after a cut belongs to the range before it. `first`: this range starts the file."""
-    tail = b""
+    tail: list[bytes] = []  # joined once, or a long line would be copied for each of its chunks
     started, own_line = first, True
     for chunk, own in chunks:
-        parts = chunk.split(b"\n")
-        parts[0] = tail + parts[0]
-        tail = parts.pop()
-        for line in parts:
+        *ended, rest = chunk.split(b"\n")
+        if ended:
+            ended[0] = b"".join([*tail, ended[0]])
+            tail = []
+        for line in ended:
             if started:
                 yield line, own_line
             started, own_line = True, own
-    if tail and started:
-        yield tail, own_line
+        if started:
+            tail.append(rest)
+        elif not own:
+            return  # no line starts in this range
+    if last := b"".join(tail):
+        yield last, own_line

@@ -15,7 +15,7 @@ from data_prep.sources.base import (
     group_files,
 )
 from data_prep.sources.encoding import NO_TEXT, Tally, decode
-from data_prep.sources.streams import can_cut, lines_of, text_chunks
+from data_prep.sources.streams import Chunks, can_cut, lines_of, text_chunks
 
 TEXT_SUFFIXES = tuple(
     ending + packed for ending in (".txt", ".text") for packed in ("", ".gz", ".zst", ".bz2", ".xz")
@@ -41,10 +41,31 @@ class LineSource(Source):
 
 
 def groups_of_lines(piece: Piece, tally: Tally, name: str) -> Iterator[list[str]]:
-    """Lines between blank lines; a group belongs to the piece that owns the blank line before it."""
+    """Lines between blank lines; a group belongs to the piece that owns the blank line before it.
+
+    Raises:
+        UserError: more than LARGEST_DOCUMENT bytes without a blank line.
+    """
     lines: list[str] = []
     ours = piece.start == 0
-    for raw, own in lines_of(text_chunks(piece, tally, name), piece.start == 0):
+    read = 0  # bytes since the last blank line, whether lines end in them or not
+
+    def counted() -> Chunks:
+        nonlocal read
+        for chunk, own in text_chunks(piece, tally, name):
+            read += len(chunk)
+            if ours and read > LARGEST_DOCUMENT:
+                raise UserError(
+                    f"{piece.path}: {LARGEST_DOCUMENT >> 20} MB without a blank line",
+                    "put blank lines between paragraphs (kind: text) or documents (kind: "
+                    "sentences); without any, kind: sentences reads document: rows, and kind: hub "
+                    "takes each line for a document",
+                )
+            yield chunk, own
+
+    for raw, own in lines_of(counted(), piece.start == 0):
+        if not (ours or own):
+            return
         text = " ".join(decode(raw, tally, name).split())
         if text:
             if ours:
@@ -53,9 +74,7 @@ def groups_of_lines(piece: Piece, tally: Tally, name: str) -> Iterator[list[str]
         if lines:
             yield lines
             lines = []
-        ours = own
-        if not own:
-            return
+        ours, read = own, 0
     if lines:
         yield lines
 

@@ -6,6 +6,7 @@ import bz2
 import gzip
 import lzma
 import struct
+import time
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from configs import UserError
 from configs.schema import SourceConfig
 from data_prep.sources import Tally, open_source
 from data_prep.sources.base import Piece
-from data_prep.sources.streams import chunks_of, read_all
+from data_prep.sources.streams import chunks_of, lines_of, read_all
 
 PACK = {
     ".gz": gzip.compress,
@@ -85,3 +86,37 @@ def test_large_zst_comes_in_chunks_of_one_size(tmp_path: Path) -> None:
     chunks = [chunk for chunk, _ in chunks_of(Piece(str(tmp_path / "a.zst")))]
     assert {len(chunk) for chunk in chunks[:-1]} == {1 << 20} and len(chunks) > 3
     assert b"".join(chunks) == b"".join(b"%d\n" % n * 999 for n in range(2000))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    data=st.lists(st.sampled_from([b"a", b"bb", b"\n"]), max_size=20).map(b"".join),
+    cuts=st.tuples(st.integers(1, 5), st.integers(0, 20), st.integers(0, 20)),
+)
+def test_a_line_belongs_to_the_range_with_its_start(data, cuts) -> None:
+    step, *ends = cuts
+    start, end = sorted(min(at, len(data)) for at in ends)
+    chunks = [(data[at : min(at + step, end)], True) for at in range(start, end, step)]
+    chunks += [(data[at : at + step], False) for at in range(end, len(data), step)]
+    wanted, at = [], 0
+    for line in data.split(b"\n"):
+        # The LF before a line decides; the file's last line is one if it has anything.
+        if (start < at <= end or start == at == 0) and (at + len(line) < len(data) or line):
+            wanted.append(line)
+        at += len(line) + 1
+    if start == end:
+        return  # no range is empty
+    assert [line for line, own in lines_of(iter(chunks), start == 0) if own] == wanted
+
+
+def test_a_long_line_costs_time_in_proportion() -> None:
+    begin = time.process_time()
+    (line, _), *more = lines_of(((b"x" * 1000, True) for _ in range(30_000)), True)
+    assert len(line) == 30_000_000 and not more
+    assert time.process_time() - begin < 5  # copied for each chunk it took minutes
+
+
+def test_a_range_inside_a_line_is_not_read_beyond_its_end() -> None:
+    chunks = iter([(b"inside", True), (b"the", False), (b"line", False), (b"\nnext", False)])
+    assert not list(lines_of(chunks, False))
+    assert next(chunks) == (b"line", False)

@@ -206,6 +206,31 @@ def test_a_document_too_large_for_memory_is_refused(tmp_path, monkeypatch) -> No
         read("text", tmp_path, document="chapter")
 
 
+@pytest.mark.parametrize("ends", ["\n", " "])
+@pytest.mark.parametrize("packed", ["", ".gz"])
+def test_text_without_blank_lines_is_refused_or_read_by_line(
+    tmp_path, monkeypatch, ends, packed
+) -> None:
+    """Each unit looked for one to the end of the file, and the first held all of it."""
+    monkeypatch.setattr(text, "LARGEST_DOCUMENT", 1000)
+    monkeypatch.setattr(text, "RANGE_BYTES", 400)
+    monkeypatch.setattr("data_prep.sources.streams.CHUNK", 100)
+    file = tmp_path / f"big.txt{packed}"
+    lines = [f"line {n}" for n in range(300)]
+    file.write_bytes(PACK[packed](ends.join(lines).encode()))
+    for kind, cut in (("text", "window"), ("sentences", "file")):
+        with pytest.raises(UserError, match=rf"big.txt{packed}: [\s\S]*put blank lines") as error:
+            read(kind, file, document=cut)
+        assert "document: rows" in error.value.remedy and "kind: hub" in error.value.remedy
+    for cut in ("rows", "window"):
+        documents, _ = read("sentences", file, document=cut, window_sentences=50)
+        assert ends.join(p for d in documents for p in d.paragraphs) == ends.join(lines)
+    groups = ["\n".join(lines[n : n + 60]) for n in range(0, 300, 60)]
+    file.write_bytes(PACK[packed]("\n\n".join(groups).encode()))
+    assert len(read("sentences", file)[0]) == 5
+    assert read("text", file, document="window")[0]
+
+
 def test_wrong_kinds_and_cuts_are_refused() -> None:
     with pytest.raises(UserError, match=r"kind 'wiki'[\s\S]*wikipedia"):
         open_source(SourceConfig(kind="wiki", path="x"))
