@@ -24,16 +24,16 @@ def _words(text: str) -> frozenset[str]:
 # Never the end of a sentence: something belonging to them follows.
 BEFORE_NAME = """
 mr mrs ms mme mlle messrs dr drs prof profs gen col maj capt cpt lt sgt cpl pvt cmdr adm brig rev revd
-fr hon sen rep reps gov pres supt insp sr. fig figs eq eqs vs v cf e.g eg i.e ie approx ca viz al. pp
-vol vols ed. eds chap ch sec secs op cit. ibid. art nos mt ft. st ste asst assoc dept. univ incl excl
-resp esp est. encl pop ext tel p.s w.r.t aka a.k.a. messr ald atty
+fr hon sen rep reps gov pres supt insp fig figs eq eqs vs v cf e.g eg i.e ie approx ca viz pp vol vols
+eds chap ch secs op nos mt st ste asst assoc univ incl excl resp esp encl ext tel p.s w.r.t aka a.k.a
+messr ald atty
 """
 # Abbreviations that also end sentences: the word after decides.
 BEFORE_ANYTHING = """
 etc inc ltd co corp bros jr sr u.s u.k u.n e.u d.c a.m p.m b.c a.d ph.d m.d b.a m.a b.sc m.sc est dept
 ave blvd rd jan feb mar apr jun jul aug sep sept oct nov dec mon tue tues wed thu thur thurs fri sat
-sun min max hr hrs lb lbs oz ft yd km cm mm kg mg no ed al cit ibid bn mn tbsp tsp gov't int'l nat'l
-calif fla tex mass conn mich minn penn wash wis tenn ala ariz colo ind ill kan okla ore
+sun min max hr hrs lb lbs oz ft yd km cm mm kg mg no ed al cit ibid art pop sec bn mn tbsp tsp gov't
+int'l nat'l calif fla tex mass conn mich minn penn wash wis tenn ala ariz colo ind ill kan okla ore
 """
 OTHER_LANGUAGES = {
     "de": """z.b d.h u.a u.ä z.t bzw vgl ca usw evtl ggf inkl exkl nr hr fr dr prof dipl-ing str abs art

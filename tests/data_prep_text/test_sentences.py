@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configs import UserError
-from data_prep.sentences import Splitter, read_abbreviations
+from data_prep.sentences import BEFORE_ANYTHING, BEFORE_NAME, Splitter, read_abbreviations
 
 B01 = (
     "The kiln reached approx. 900 degrees (i.e. near the limit, cf. Table 2). "
@@ -58,6 +58,7 @@ ONE = [
     "J. R. R. Tolkien wrote it in the U.S. Department of State.",
     "Well... maybe not.",
     "2. Atoms unite.",
+    "See Art. 5, Sec. II, and Quill et al. 2005, ibid. Quill.",
     "She smiled. :)",
     "Ah! my friend, wait . . . no.",
     "It ends here.[1] [2]",
@@ -66,6 +67,7 @@ ONE = [
 ]
 TWO = [
     ("He left at 5 p.m. The train was late.", "p.m."),
+    ("She studied modern art. He studied music.", "art."),
     ("It was Vitamin C. The dose was low.", "C."),
     ("It was he (or so I think). Then he left.", "think)."),
     ("“Stop!” she cried. “Why?”", "cried."),
@@ -90,6 +92,19 @@ def test_two_sentences(text: str, end: str) -> None:
     sentences = Splitter().split(text)
     assert len(sentences) == 2
     assert sentences[0].endswith(end)
+
+
+@pytest.mark.parametrize("word", sorted(set(BEFORE_ANYTHING.split())))
+def test_after_some_abbreviations_the_next_word_decides(word: str) -> None:
+    """One that is on both lists would never end a sentence."""
+    assert len(Splitter().split(f"It was about {word}. He left.")) == 2
+    assert len(Splitter().split(f"It was about {word}. Quill then.")) == 1
+    assert len(Splitter([word]).split(f"It was about {word}. He left.")) == 1
+
+
+@pytest.mark.parametrize("word", sorted(set(BEFORE_NAME.split())))
+def test_after_others_never(word: str) -> None:
+    assert len(Splitter().split(f"It was about {word}. He left.")) == 1
 
 
 def test_other_languages_have_their_own_abbreviations() -> None:
