@@ -204,7 +204,7 @@ def group_files(files: Iterable[Path], expansion: int = 3) -> list[tuple[list[Pi
     pieces: list[Piece] = []
     size = 0
     for file in files:
-        packed = file.suffix in (".gz", ".bz2", ".zst", ".xz")
+        packed = file.suffix.lower() in (".gz", ".bz2", ".zst", ".xz")
         pieces.append(Piece(str(file)))
         size += file.stat().st_size * (expansion if packed else 1)
         if size >= SMALL_UNIT:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import html
-import json
 import re
 from collections.abc import Iterator
 
 from configs.errors import UserError
 from data_prep.sources.base import Document, Piece, Range
-from data_prep.sources.encoding import Tally, decode, whole_characters
+from data_prep.sources.encoding import Tally, decode
 from data_prep.sources.prose import without_titles
-from data_prep.sources.streams import blocks_between, lines_of, text_chunks
-from data_prep.sources.text import LineSource, windows
+from data_prep.sources.streams import blocks_between, text_chunks
+from data_prep.sources.text import LineSource, json_rows, windows
 
 _ATTRIBUTE = re.compile(r'(\w+)="(.*?)"(?=\s+\w+=|\s*$)')
 
@@ -68,16 +67,5 @@ class ExtractedSource(LineSource):
             raise UserError(f"{piece.path}: {error}", "it is cut off: get it again") from None
 
     def _json_lines(self, piece: Piece, tally: Tally, where: str) -> Iterator[tuple[str, str, str]]:
-        for line, own in lines_of(text_chunks(piece, tally, where), piece.start == 0):
-            if not own:
-                return
-            if line.strip():
-                try:
-                    row = json.loads(decode(line, tally, where))
-                    text = whole_characters(str(row["text"]), tally, where)
-                    yield str(row.get("id", "")), str(row.get("title", "")), text
-                except (ValueError, KeyError, AttributeError) as error:
-                    raise UserError(
-                        f"{piece.path}: a line is not JSON with a `text`: {line[:60]!r}",
-                        "it may be cut off",
-                    ) from error
+        for row, text in json_rows(piece, "text", tally, where):
+            yield str(row.get("id", "")), str(row.get("title", "")), text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,11 +23,11 @@ from data_prep.sources.base import (
     hash_files,
 )
 from data_prep.sources.books import book_documents
-from data_prep.sources.encoding import Tally, utf8, whole_characters
+from data_prep.sources.encoding import Tally, utf8
 from data_prep.sources.hub_files import SUFFIXES, resolve
 from data_prep.sources.prose import paragraphs_of
 from data_prep.sources.streams import can_cut, open_raw, reading
-from data_prep.sources.text import own_lines, windows, windows_of_rows
+from data_prep.sources.text import json_rows, own_lines, windows, windows_of_rows
 
 ROWS = 8192  # read at a time
 
@@ -49,9 +48,9 @@ class HubSource(Source):
     def plan(self) -> list[tuple[list[Piece], int]]:
         units: list[tuple[list[Piece], int]] = []
         for file in self.tables():
-            if file.endswith(".parquet"):
+            if file.lower().endswith(".parquet"):
                 units += _parquet_plan(file, self.config)
-            elif file.endswith(".arrow"):
+            elif file.lower().endswith(".arrow"):
                 units += _arrow_plan(file, self.config)
             elif can_cut(file):
                 units += cut_bytes(Path(file), RANGE_BYTES)
@@ -96,13 +95,14 @@ class HubSource(Source):
     def _rows(self, piece: Piece, tally: Tally, name: str) -> Iterator[str]:
         """The text of each row, "" where there is none."""
         column = self.config.text_column
-        if piece.path.endswith(".parquet"):
+        file_name = Path(piece.path).name.lower()
+        if file_name.endswith(".parquet"):
             with _table(piece.path) as file:
                 table = pq.ParquetFile(file)
                 groups = list(range(piece.start, piece.end))
                 for batch in table.iter_batches(ROWS, groups, [column], use_threads=False):
                     yield from _strings(batch.column(0), tally, name)
-        elif piece.path.endswith(".arrow"):
+        elif file_name.endswith(".arrow"):
             with _table(piece.path) as file:
                 for number, batch in enumerate(_arrow_batches(file)):
                     if number >= piece.end:
@@ -110,13 +110,11 @@ class HubSource(Source):
                     if number >= piece.start:
                         texts = batch.column(batch.schema.get_field_index(column))
                         yield from _strings(texts, tally, name)
+        elif ".json" in file_name:
+            for _, text in json_rows(piece, column, tally, name):
+                yield text
         else:
-            as_json = ".json" in Path(piece.path).name
-            for text in own_lines(piece, tally, name):
-                if not as_json:
-                    yield text
-                elif text.strip():
-                    yield whole_characters(_json_text(text, column, piece.path), tally, name)
+            yield from own_lines(piece, tally, name)
 
 
 def _row_documents(text: str, name: str, cut: str, sentences: int) -> Iterator[Document]:
@@ -128,17 +126,6 @@ def _row_documents(text: str, name: str, cut: str, sentences: int) -> Iterator[D
         yield from windows([paragraphs], sentences, name)
     elif paragraphs:
         yield Document(name, paragraphs)
-
-
-def _json_text(line: str, column: str, path: str) -> str:
-    try:
-        row = json.loads(line)
-        return str(row[column] or "")
-    except (ValueError, TypeError, KeyError) as error:
-        raise UserError(
-            f"{path}: a line is not JSON with a column {column!r}: {line[:60]!r}",
-            "set sources.N.text_column to one it has",
-        ) from error
 
 
 def _strings(column: Any, tally: Tally, name: str) -> Iterator[str]:

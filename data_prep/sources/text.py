@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from configs.errors import UserError
 from data_prep.sources.base import (
@@ -14,7 +16,7 @@ from data_prep.sources.base import (
     cut_bytes,
     group_files,
 )
-from data_prep.sources.encoding import NO_TEXT, Tally, decode
+from data_prep.sources.encoding import NO_TEXT, Tally, decode, whole_characters
 from data_prep.sources.streams import Chunks, can_cut, lines_of, text_chunks
 
 TEXT_SUFFIXES = tuple(
@@ -33,7 +35,8 @@ class LineSource(Source):
         units: list[tuple[list[Piece], int]] = []
         small = []
         for file in self.files():
-            if can_cut(file) and file.suffix != ".bz2" and file.stat().st_size > RANGE_BYTES:
+            whole = not can_cut(file) or file.suffix.lower() == ".bz2"
+            if not whole and file.stat().st_size > RANGE_BYTES:
                 units += cut_bytes(file, RANGE_BYTES)
             else:
                 small.append(file)
@@ -85,6 +88,35 @@ def own_lines(piece: Piece, tally: Tally, name: str) -> Iterator[str]:
         if not own:
             return
         yield decode(raw, tally, name)
+
+
+def json_rows(
+    piece: Piece, key: str, tally: Tally, name: str
+) -> Iterator[tuple[dict[str, Any], str]]:
+    """The objects, one a line, that start in a piece, and the text of each: "" for null.
+
+    Raises:
+        UserError: a line is no JSON object with this key, or its value is no string.
+    """
+    for line in own_lines(piece, tally, name):
+        if not line.strip():
+            continue
+        remedy = (
+            "kind: hub reads the key that sources.N.text_column names; the file may also be cut off"
+        )
+        try:
+            row = json.loads(line)
+            text = row[key]
+        except (ValueError, TypeError, KeyError) as error:
+            raise UserError(
+                f"{piece.path}: a line is not JSON with a {key!r}: {line[:60]!r}", remedy
+            ) from error
+        if not isinstance(text, str | None):
+            raise UserError(
+                f"{piece.path}: {key!r} is no text but {str(text)[:60]} in the line {line[:60]!r}",
+                remedy,
+            )
+        yield row, whole_characters(text or "", tally, name)
 
 
 def windows(parts: Iterable[list[str]], sentences: int, name: str) -> Iterator[Document]:

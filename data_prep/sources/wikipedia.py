@@ -50,7 +50,7 @@ class WikipediaSource(Source):
             wide = self._header(str(file))[1] != "utf-8"
             if wide or not can_cut(file):
                 units.append(([Piece(str(file))], file.stat().st_size * (1 if wide else 5)))
-            elif file.suffix == ".bz2":
+            elif file.suffix.lower() == ".bz2":
                 units += cut_bytes(file, BZ2_STEP, 5)
             else:
                 units += cut_bytes(file, PLAIN_STEP)

@@ -51,9 +51,10 @@ def write_all(folder: Path, column: str = "text", rows: Sequence[str] = TEXTS) -
     return {p.name: p for p in folder.iterdir()}
 
 
-@pytest.mark.parametrize(
-    "name", ["a.parquet", "stream.arrow", "file.arrow", "a.jsonl", "a.jsonl.gz", "a.txt"]
-)
+FORMATS = ["a.parquet", "stream.arrow", "file.arrow", "a.jsonl", "a.jsonl.gz", "a.txt"]
+
+
+@pytest.mark.parametrize("name", FORMATS)
 def test_formats_give_the_same_rows_in_any_units(name, tmp_path, monkeypatch) -> None:
     file = write_all(tmp_path)[name]
     assert texts(file) == TEXTS
@@ -85,6 +86,34 @@ def test_damaged_files_are_named(tmp_path) -> None:
     (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\n{"text": "cut')
     with pytest.raises(UserError, match=r"bad.jsonl"):
         read(tmp_path / "bad.jsonl")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_names_in_capitals_are_the_same_formats(name, tmp_path) -> None:
+    file = write_all(tmp_path)[name]
+    loud = tmp_path / "in" / name.upper()
+    loud.parent.mkdir()
+    file.rename(loud)
+    assert texts(loud) == texts(loud.parent) == TEXTS
+
+
+@pytest.mark.parametrize("value", [["a"], {"a": "b"}, 5, 0, 1.5, True, False, []])
+@pytest.mark.parametrize("kind", ["hub", "extracted"])
+def test_json_that_is_no_text_is_refused(value, kind, tmp_path) -> None:
+    """As in a table: a list was read as the text "['a']", and 0 as an empty row."""
+    file = tmp_path / "a.jsonl"
+    rows = [{"text": "One. Two."}, {"text": None}, {"text": ""}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = open_source(SourceConfig(kind=kind, path=str(file)))
+    tally = Tally()
+    assert len([d for u in source.ranges() for d in source.documents(u, tally)]) == 1
+    assert tally.dropped.total() == 2
+    with file.open("a") as more:
+        more.write(json.dumps({"id": "seven", "text": value}) + "\n")
+    source = open_source(SourceConfig(kind=kind, path=str(file)))
+    with pytest.raises(UserError, match=r"a\.jsonl: 'text' is no text.*seven") as error:
+        [d for u in source.ranges() for d in source.documents(u, Tally())]
+    assert "text_column" in error.value.remedy
 
 
 def put(path: Path, rows: list[str]) -> None:

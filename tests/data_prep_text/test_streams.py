@@ -53,6 +53,25 @@ def test_packed_files_cut_short_are_named(tmp_path: Path, kind: str, packed: str
                     pass
 
 
+@pytest.mark.parametrize("kind", TEXTS)
+@pytest.mark.parametrize("packed", ["", *PACK])
+def test_names_in_capitals_make_no_difference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, packed: str
+) -> None:
+    monkeypatch.setattr("data_prep.sources.text.RANGE_BYTES", 1 << 10)
+    suffix, text = TEXTS[kind]
+    data = PACK.get(packed, bytes)("".join(text.format(n) for n in range(99)).encode())
+    found = []
+    for name in (f"a{suffix}{packed}", f"A{suffix}{packed}".upper()):
+        (tmp_path / name).write_bytes(data)
+        source = open_source(SourceConfig(kind=kind, path=str(tmp_path / name), name="s"))
+        units = source.ranges()
+        texts = [d.paragraphs for u in units for d in source.documents(u, Tally())]
+        assert texts
+        found.append((texts, [(u.size, [(p.start, p.end) for p in u.pieces]) for u in units]))
+    assert found[0] == found[1]
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     parts=st.lists(st.binary(max_size=300), min_size=1, max_size=5), place=st.floats(0, 1), data=st.data()
