@@ -24,6 +24,16 @@ T = TypeVar("T")
 HERE = Path(__file__).parent
 
 
+class _AsWritten(yaml.SafeLoader):
+    """Leaves words as they are written, but for null: the schema knows which of them are numbers or
+    switches. YAML would make 86400 of 24:00:00, 5349 of an account 012345, and False of a qos `no`."""
+
+    yaml_implicit_resolvers = {
+        first: [(tag, words) for tag, words in found if tag.endswith((":null", ":merge"))]
+        for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """The recipe at `path` (a file, or the name of one in configs/recipes) with overrides applied.
 
@@ -91,7 +101,7 @@ def _load(schema: type[T], path: Path, overrides: Sequence[str]) -> T:
         if not sign or not key or key.startswith("-"):
             raise UserError(f"override {text!r} is not key=value", "for example train.stop_at=100")
         try:
-            given = yaml.safe_load(value) if value else ""  # `key=` empties a text
+            given = yaml.load(value, _AsWritten) if value else ""  # `key=` empties a text
             layers.append((f"override {text!r}", _nest(key.split("."), given)))
         except yaml.YAMLError as error:
             raise UserError(f"override {text!r}: {error}", "quote the value") from None
@@ -110,7 +120,7 @@ def _read_layers(
     if path.resolve() in seen:
         raise UserError(f"{path}: `base` leads back to itself", "break the circle of base files")
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        values = yaml.load(path.read_text(encoding="utf-8"), _AsWritten) or {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(
             f"{path}: not valid YAML: {error}", "check indentation and quotes"

@@ -150,7 +150,7 @@ MISTAKES: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     ((*TRAIN, T, "train.stop_at=-3"), ("train.stop_at=-3", "0 or more")),
     ((*TRAIN, T, "train.log_every=0"), ("train.log_every=0", "1 or more")),
     ((*TRAIN, T, "optimizer.beta1=1.5"), ("optimizer.beta1=1.5", "->")),
-    ((*TRAIN, T, "optimizer.eps=.nan"), ("optimizer.eps=nan", "->")),
+    ((*TRAIN, T, "optimizer.eps=nan"), ("optimizer.eps=nan", "->")),
     ((*TRAIN, T, "checkpoint.init_from=missing"), ("missing", "checkpoint")),
     # afterwards
     (("pretrain", "report", "missing"), ("missing", "->")),

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from configs import Recipe, UserError, load_profile, load_recipe
 from configs.errors import run_cli
@@ -32,6 +34,49 @@ def test_a_text_is_emptied_by_an_override():
     assert load_profile("gpu-container", ["srun_options="]).srun_options == ""
     with pytest.raises(UserError, match="nodes"):
         load_profile("gpu-container", ["nodes="])
+
+
+# Without what is YAML's own (quotes, comments, lists, `key: value`), OmegaConf's (${...}, ???) or null.
+WORD = st.from_regex(r"[+.0-9]?[\w/][\w/.:+%-]*[\w/]", fullmatch=True)
+
+
+@given(WORD.filter(lambda word: word.lower() != "null"))
+@example("24:00:00")
+@example("012345")
+@example("no")
+@example("1_000")
+@example("0x1F")
+@example("1.50")
+@example("1e3")
+@example("2026-11-29")
+@example("true")
+def test_a_text_is_what_was_written(tmp_path_factory, word):
+    file = tmp_path_factory.mktemp("texts") / "site.yaml"
+    file.write_text(f"account: {word}\nenvironment: {{A: {word}}}\nmodules: [{word}]\n")
+    overrides = [f"account={word}", f"environment.A={word}", f"modules=[{word}]"]
+    for profile in (load_profile(file), load_profile("cpu", overrides)):
+        assert (profile.account, profile.environment["A"], profile.modules) == (word, word, [word])
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("phases.0.schedule.lr=1e-4", 1e-4),
+        ("phases.0.schedule.lr=4.0e-3", 4e-3),
+        ("phases.0.schedule.lr=1", 1.0),
+        ("train.stop_at=0100", 100),
+        ("train.stop_at=1_000", 1000),
+        ("train.compile=false", False),
+        ("train.compile=no", False),
+        ("vocab.strip_accents=true", True),
+        ("vocab.strip_accents=null", None),
+    ],
+)
+def test_numbers_and_switches_are_read_as_their_key_needs_them(override, value):
+    found = load_recipe("demo", [override])
+    for name in override.partition("=")[0].split("."):
+        found = found[int(name)] if name.isdigit() else getattr(found, name)
+    assert (type(found), found) == (type(value), value)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +112,7 @@ def numbers(of: Any, key: str = "") -> list[str]:
     return [key] if isinstance(of, int | float) and not isinstance(of, bool) else []
 
 
-@pytest.mark.parametrize("value", [".inf", "-.inf", ".nan", "1e400"])
+@pytest.mark.parametrize("value", ["inf", "-inf", "nan", ".inf", "1e400"])
 @pytest.mark.parametrize("key", numbers(to_dict(load_recipe("demo"))))
 def test_numbers_are_finite(key, value):
     """At an infinite train.max_minutes, say, the rate would never leave its start."""

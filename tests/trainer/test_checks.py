@@ -49,7 +49,7 @@ REFUSED = [
     (["masking.probability=1.5"], 1, r"masking.probability"),
     (["phases.1.mask_probability=1"], 1, r"phases.1.mask_probability=1.0 is out of range"),
     (["phases.0.mask_probability=-0.1"], 1, r"phases.0.mask_probability=-0.1 is out of range"),
-    (["phases.1.mask_probability=.nan"], 1, r"phases.1.mask_probability=nan is out of range"),
+    (["phases.1.mask_probability=nan"], 1, r"phases.1.mask_probability=nan is out of range"),
     (["phases.0.until=1"], 1, r"phases.0.until=1.0 is out of range"),
     (["phases.0.until=-0.1"], 1, r"phases.0.until=-0.1 is out of range"),
     (["phases.0.until=0.5"], 1, r"phases.0.until=0.5 is a share of train.max_minutes, which is 0\n.*phases.0.until=0: the phase ends after"),
