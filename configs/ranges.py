@@ -11,6 +11,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from configs.errors import UserError
+from configs.objectives import OBJECTIVES
 
 _ANY = float("inf")
 _SHARE = (0.0, 1.0)
@@ -18,8 +19,8 @@ _SHARE = (0.0, 1.0)
 # Key as it is below its section -> (lowest, highest), both allowed. Lists and named sets: `*`.
 BOUNDS: dict[str, tuple[float, float]] = {
     "seed": (0, 2**63 - 1),
-    "sources.*.weight": (0, _ANY),
-    "sources.*.window_sentences": (1, _ANY),
+    "sources.*.weight": (1e-9, _ANY),
+    "sources.*.window_sentences": (2, _ANY),  # one makes no pair
     "vocab.size": (6, 2**31 - 1),  # five special tokens and one of the text
     "vocab.min_frequency": (1, _ANY),
     "vocab.sample_mb": (0, _ANY),
@@ -81,13 +82,13 @@ BOUNDS: dict[str, tuple[float, float]] = {
 }
 
 
-# Keys below their section -> the words they may have, of those that the training reads: it comes after
-# hours of queueing and the preparation of the data.
+# Keys below their section -> the words they may have, of those that are read after hours of queueing.
 CHOICES: dict[str, tuple[str, ...]] = {
     "masking.kind": ("token", "whole-word", "span"),
     "optimizer.implementation": ("lambert", "deepspeed", "apex", "reference"),
     "parallel.engine": ("auto", "deepspeed", "lean"),
     "phases.*.schedule.kind": ("poly", "linear", "cosine", "constant"),
+    "shards.*.objective": OBJECTIVES,
     "train.kernels": ("auto", "plain"),
     "train.precision": ("fp32", "bf16", "fp16", "fp8"),
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from configs.errors import UserError
 from configs.masking import check_masking, check_rate
+from configs.objectives import check_single
 from configs.phases import check_schedule, check_shares
 from configs.schema import Recipe
 from configs.sharing import SMALLEST
@@ -16,6 +17,7 @@ from configs.sharing import SMALLEST
 
 def check_together(recipe: Recipe) -> None:
     """Raises UserError: keys contradict one another; names them."""
+    _check_sets(recipe)
     _check_phases(recipe)
     check_masking(recipe.masking)
     _check_layout(recipe)
@@ -25,6 +27,21 @@ def check_together(recipe: Recipe) -> None:
             f"optimizer.trust_ratio_min={low} is above trust_ratio_max={high}",
             "lower it, or set trust_ratio_max=0 for no ceiling",
         )
+
+
+def _check_sets(recipe: Recipe) -> None:
+    for name, shards in recipe.shards.items():
+        check_single(name, shards)
+        if shards.mask_cap >= shards.max_length:
+            raise UserError(
+                f"shards.{name}.mask_cap={shards.mask_cap} is not below max_length={shards.max_length}",
+                "lower it; 0 = what the masking rates need",
+            )
+        if shards.static_masks and recipe.masking.kind != "token":
+            raise UserError(
+                f"shards.{name}.static_masks with masking.kind={recipe.masking.kind}",
+                "static masks are drawn per token; leave static_masks off for other kinds",
+            )
 
 
 def _check_phases(recipe: Recipe) -> None:

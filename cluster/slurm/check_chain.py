@@ -11,7 +11,7 @@ import shlex
 from configs import UserError
 from configs.layout import check_layout
 from configs.model import resolve_model
-from configs.objectives import check_objective, check_single
+from configs.objectives import check_objective
 from configs.schema import Profile, Recipe
 
 STARTERS = ("srun", "torchrun", "deepspeed")
@@ -116,8 +116,6 @@ def _check_recipe(recipe: Recipe, world: int) -> None:
                 f"model.{key}={value} is not divisible by parallel.tp={parallel.tp}",
                 f"tp must divide {value}",
             )
-    for name, shards in recipe.shards.items():
-        check_single(name, shards)
     dp = world // parallel.tp
     for number, phase in enumerate(recipe.phases):
         if phase.global_batch < dp:
@@ -126,10 +124,9 @@ def _check_recipe(recipe: Recipe, world: int) -> None:
                 f"{dp} data-parallel processes",
                 f"use at least {dp} rows, or fewer processes",
             )
-        sets = recipe.shards
-        longest = sets[phase.shards].max_length if phase.shards in sets else 0
-        if phase.shards in sets:
-            check_objective(model, phase.shards, sets[phase.shards].objective)
+        shards = recipe.shards[phase.shards]
+        check_objective(model, phase.shards, shards.objective)
+        longest = shards.max_length
         if 0 < parallel.micro_batch_tokens < longest:
             raise UserError(
                 f"parallel.micro_batch_tokens={parallel.micro_batch_tokens} is below the {longest} "

@@ -39,9 +39,5 @@ def open_source(config: SourceConfig) -> Source:
             f"{config.kind}",
             f"choose from: {', '.join(kind.cuts)}",
         )
-    if config.document in ("window", "rows") and config.window_sentences < 2:
-        raise UserError(
-            f"sources.window_sentences={config.window_sentences}", "a document needs 2 sentences"
-        )
     source: Source = kind(config)
     return source

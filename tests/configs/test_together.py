@@ -12,6 +12,16 @@ import pytest
 from configs import UserError, load_recipe
 
 SAID = {
+    "sources.0.weight=0": "sources.0.weight=0.0 is out of range",
+    "sources.0.window_sentences=1": "sources.0.window_sentences=1 is out of range",
+    "shards.len128.max_length=4": "shards.len128.max_length=4 is out of range",
+    "shards.len128.dupe_factor=0": "shards.len128.dupe_factor=0 is out of range",
+    "shards.len128.short_seq_prob=2": "shards.len128.short_seq_prob=2.0 is out of range",
+    "shards.len128.single_prob=1": "shards.len128.single_prob=1.0 is out of range",
+    "shards.len128.mask_cap=128": "shards.len128.mask_cap=128 is not below max_length=128",
+    "shards.len128.objective=nps": "shards.len128.objective=nps is not known",
+    "prep.held_out=1": "prep.held_out=1.0 is out of range",
+    "prep.part_mb=0": "prep.part_mb=0 is out of range",
     "train.precision=int8": "train.precision=int8 is not known",
     "train.kernels=slow": "train.kernels=slow is not known",
     "parallel.engine=x": "parallel.engine=x is not known",
@@ -41,6 +51,11 @@ def test_a_recipe_that_contradicts_itself_is_refused_when_it_is_loaded(override:
     [
         (["parallel.engine=deepspeed", "parallel.zero_stage=0"], "accumulate in low precision"),
         (["parallel.tp=3", "parallel.sequence_parallel=true"], "cannot share out tokens evenly"),
+        (["shards.len128.static_masks=true", "masking.kind=span"], "with masking.kind=span"),
+        (
+            ["shards.more={single_prob: 0.5, objective: single}"],
+            "more.single_prob=0.5 with objective",
+        ),
         (["optimizer.trust_ratio_min=2", "optimizer.trust_ratio_max=1"], "is above"),
     ],
 )
@@ -49,17 +64,16 @@ def test_keys_that_contradict_one_another(overrides: list[str], said: str) -> No
         load_recipe("demo", overrides)
 
 
+@pytest.mark.parametrize("bad", ["train.precision=int8", "sources.0.weight=0"])
 @pytest.mark.parametrize(
     "command",
     ["data_prep build", "cluster submit --dry-run --profile gpu-srun", "cluster plan --gpus 8"],
 )
 def test_commands_before_the_training_refuse_it_too(
-    command: str, repo: Path, tmp_path: Path
+    command: str, bad: str, repo: Path, tmp_path: Path
 ) -> None:
     module, *words = command.split()
     line = [sys.executable, "-m", module, *words, "demo", f"work_dir={tmp_path / 'run'}"]
-    done = subprocess.run(
-        [*line, "train.precision=int8"], capture_output=True, text=True, cwd=repo, timeout=120
-    )
-    assert done.returncode == 2 and "train.precision=int8 is not known" in done.stderr
+    done = subprocess.run([*line, bad], capture_output=True, text=True, cwd=repo, timeout=120)
+    assert done.returncode == 2 and SAID[bad] in done.stderr
     assert not (tmp_path / "run").exists()

@@ -70,20 +70,7 @@ def test_rows_that_teach_one_answer_are_told_at_the_end(
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("shards.len64.max_length=4", r"shards\.len64\.max_length=4"),
-        ("shards.len64.objective=nps", "objective='nps'"),
-        ("shards.len64.dupe_factor=0", "dupe_factor=0"),
-        ("shards.len64.short_seq_prob=2", "short_seq_prob=2"),
-        ("shards.len64.single_prob=1", "single_prob=1"),
-        (
-            "shards.len64={single_prob: 0.5, objective: single}",
-            "len64.single_prob=0.5 with objective single",
-        ),
-        ("shards.len64.mask_cap=64", "mask_cap=64"),
-        ("prep.held_out=1", r"held_out=1"),
-        ("prep.part_mb=0", "part_mb=0"),
         ("prep.abbreviations=nowhere.txt", "nowhere.txt: no such file"),
-        ("sources.0.weight=0", r"sources\[0\]\.weight=0"),
         ("sources=[]", "no sources"),
     ],
 )

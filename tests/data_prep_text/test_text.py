@@ -242,8 +242,6 @@ def test_wrong_kinds_and_cuts_are_refused() -> None:
     ):
         with pytest.raises(UserError, match=f"document: {cut} is not for kind: {kind}"):
             open_source(SourceConfig(kind=kind, path="x", document=cut))
-    with pytest.raises(UserError, match="window_sentences=1"):
-        open_source(SourceConfig(kind="books", path="x", document="window", window_sentences=1))
     with pytest.raises(UserError, match="no path"):
         open_source(SourceConfig(kind="books")).ranges()
 
