@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
 
+from configs.checkpoints import bytes_left_behind, saves_to_hold
+
 PACKAGES = (
     "torch",
     "deepspeed",
@@ -38,12 +40,15 @@ class NodeReport:
         return asdict(self)
 
 
-def examine(rank: int, folder: Path, gpus: int, need_gb: float) -> NodeReport:
-    """Looks at this node. folder: where checkpoints will be written. gpus: how many must be there."""
+def examine(
+    rank: int, folder: Path, gpus: int, checkpoint_gb: float = 0.0, keep: int = 0
+) -> NodeReport:
+    """Looks at this node. folder: the run's, where checkpoints will be written, `keep` of them kept.
+    gpus: how many must be there."""
     report = NodeReport(rank, socket.gethostname(), versions())
     if gpus:
         report.gpus, report.driver, report.problems = gpu_health(gpus)
-    report.free_gb, problem = writable_space(folder, need_gb)
+    report.free_gb, problem = writable_space(folder, checkpoint_gb, keep)
     if problem:
         report.problems.append(problem)
     return report
@@ -101,8 +106,10 @@ def read_gpu_table(text: str, expected: int) -> tuple[list[str], str, list[str]]
     return names, driver, problems
 
 
-def writable_space(folder: Path, need_gb: float) -> tuple[float, str]:
-    """(free GB, problem): writes a small file where checkpoints will go; asks `quota` if it is there."""
+def writable_space(folder: Path, checkpoint_gb: float, keep: int) -> tuple[float, str]:
+    """(free GB, problem): writes a small file where checkpoints will go; asks `quota` if it is there.
+
+    Those that an earlier job of this run has saved hold a part of what `keep` of them take."""
     probe = folder / f".preflight-{socket.gethostname()}-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -113,6 +120,8 @@ def writable_space(folder: Path, need_gb: float) -> tuple[float, str]:
     free = shutil.disk_usage(folder).free / 1e9
     left = quota_left_gb(folder)
     free = free if left is None else min(free, left)
+    train = folder / "train"
+    need_gb = checkpoint_gb * saves_to_hold(train, keep) - bytes_left_behind(train) / 1e9
     if free < need_gb:
         of = "free" if left is None or left > free else "left of the quota"
         return free, f"{free:.1f} GB {of} at {folder}, the checkpoints to come need {need_gb:.1f}"

@@ -29,9 +29,8 @@ def main(argv: list[str]) -> int | None:
         "--folder", default=".", help="the run folder, where checkpoints are written"
     )
     parser.add_argument("--gpus", type=int, default=0, help="GPUs each node must have")
-    parser.add_argument(
-        "--need-gb", type=float, default=0.0, help="space for the checkpoints to come"
-    )
+    parser.add_argument("--checkpoint-gb", type=float, default=0.0, help="size of a checkpoint")
+    parser.add_argument("--keep", type=int, default=0, help="checkpoints that the run keeps")
     parser.add_argument(
         "--wait", type=float, default=60.0, help="seconds to wait for all processes"
     )
@@ -42,7 +41,7 @@ def main(argv: list[str]) -> int | None:
     rank, world = int(env["RANK"]), int(env["WORLD_SIZE"])
     # One process a node looks at the GPUs, so that nvidia-smi is not asked eight times at once.
     gpus = arguments.gpus if int(os.environ.get("SLURM_LOCALID", env["LOCAL_RANK"])) == 0 else 0
-    report = examine(rank, Path(arguments.folder), gpus, arguments.need_gb)
+    report = examine(rank, Path(arguments.folder), gpus, arguments.checkpoint_gb, arguments.keep)
     problems = meet(report, env, arguments.wait)
     if rank == 0 and problems:
         raise UserError("preflight: " + "\n           ".join(problems), _remedy(problems))

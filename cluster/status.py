@@ -19,6 +19,7 @@ import yaml
 from cluster.slurm import client
 from cluster.slurm.chain import RECORD
 from configs import UserError
+from configs.checkpoints import INDEX, checkpoints
 from configs.console import duration, time_goal, units_goal
 from configs.files import read_json
 from configs.log import LOG, read_log
@@ -178,18 +179,9 @@ def progress(folder: Path) -> list[str]:
             f"  held out at {evals[-1]['step']}: "
             + ", ".join(f"{k} {v:.4g}" for k, v in shown.items())
         )
-    if saved := checkpoints(folder):
-        lines.append(f"  last checkpoint: {saved[-1]}")
+    if saved := checkpoints(folder / "train"):
+        lines.append(f"  last checkpoint: {saved[-1][1]}")
     return lines
-
-
-def checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints, oldest first (names are step-00001000; checkpoint.json comes last)."""
-    found = {
-        p.parent.name.removeprefix("step-"): p.parent
-        for p in (folder / "train" / "checkpoints").glob("step-*/checkpoint.json")
-    }
-    return [found[number] for number in sorted(filter(str.isdecimal, found), key=int)]
 
 
 def seconds_per_update(updates: list[dict[str, Any]]) -> float:
@@ -235,7 +227,7 @@ def left_out(folder: Path, steps: list[int]) -> int:
     checkpoint; one of before that key does not tell."""
     shape = {"body": {"state": {"phase_ends": [int]}}}
     try:
-        meta = read_json(checkpoints(folder)[-1] / "checkpoint.json", REMEDY, shape)
+        meta = read_json(checkpoints(folder / "train")[-1][1] / INDEX, REMEDY, shape)
     except (IndexError, OSError, UserError):
         return 0
     ended = meta["body"]["state"]["phase_ends"]

@@ -102,14 +102,9 @@ def build_chain(recipe: Recipe, recipe_file: Path, profile: Profile) -> list[Job
             command.append(f"train.shards_dir={local}")
         steps = [Step(f"training, phase {phase.name}", *_start(command, profile, per_node))]
         if profile.preflight:
-            size = checkpoint_bytes(recipe)
-            check = ["-m", "cluster", "preflight", "--folder", recipe.work_dir]
-            check += [
-                "--gpus",
-                str(gpus),
-                "--need-gb",
-                f"{size * (recipe.checkpoint.keep + 1) / 1e9:.1f}",
-            ]
+            check = ["-m", "cluster", "preflight", "--folder", recipe.work_dir, "--gpus", str(gpus)]
+            check += ["--keep", str(recipe.checkpoint.keep)]
+            check += ["--checkpoint-gb", f"{checkpoint_bytes(recipe) / 1e9:.3f}"]
             steps.insert(0, Step("preflight", check, "tasks"))
         jobs.append(
             Job(

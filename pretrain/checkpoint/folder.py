@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
+from configs.checkpoints import INDEX, checkpoints
 from configs.errors import UserError
 from configs.files import publish
 from configs.log import LOG
 
 FORMAT = 1
 KINDS = ("master", "exp_avg", "exp_avg_sq")
-INDEX = "checkpoint.json"
-_NAME = re.compile(r"step-(\d+)$")
-_PARTIAL = re.compile(r"step-(\d+)\.partial-\w+$")
 
 
 class Damaged(Exception):
@@ -27,19 +24,6 @@ class Damaged(Exception):
 
 def folder_of(train_dir: Path, step: int) -> Path:
     return train_dir / "checkpoints" / f"step-{step:08d}"
-
-
-def checkpoints(train_dir: str | Path) -> list[tuple[int, Path]]:
-    """(step, folder) of all complete checkpoints, by number, oldest first."""
-    root = Path(train_dir) / "checkpoints"
-    found = [(_NAME.match(p.name), p) for p in root.iterdir()] if root.is_dir() else []
-    return sorted((int(m[1]), p) for m, p in found if m and (p / INDEX).is_file())
-
-
-def incomplete(train_dir: str | Path) -> list[Path]:
-    """What a killed save left behind."""
-    root = Path(train_dir) / "checkpoints"
-    return sorted(p for p in root.iterdir() if _PARTIAL.match(p.name)) if root.is_dir() else []
 
 
 def latest(train_dir: str | Path) -> Path | None:

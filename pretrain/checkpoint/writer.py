@@ -22,6 +22,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from configs.checkpoints import incomplete
 from configs.console import say
 from configs.errors import UserError
 from configs.files import sync_folder
@@ -31,7 +32,6 @@ from pretrain.checkpoint.folder import (
     INDEX,
     Damaged,
     folder_of,
-    incomplete,
     prune,
     read_json,
     write_json,

@@ -1,3 +1,4 @@
+import shutil
 import subprocess
 import sys
 
@@ -37,11 +38,34 @@ def test_the_node_with_another_version_is_named():
 
 
 def test_disk(tmp_path):
-    assert examine(0, tmp_path / "new", 0, 0.001).problems == []
-    assert "checkpoints to come need" in examine(0, tmp_path, 0, 1e9).problems[0]
+    assert examine(0, tmp_path / "new", 0, 0.001, 3).problems == []
+    assert "checkpoints to come need" in examine(0, tmp_path, 0, 1e9, 3).problems[0]
     file = tmp_path / "file"
     file.touch()
-    assert "cannot be written" in examine(0, file / "run", 0, 0.0).problems[0]
+    assert "cannot be written" in examine(0, file / "run", 0).problems[0]
+
+
+@pytest.mark.parametrize("keep", [1, 3])
+@pytest.mark.parametrize("there", range(6))
+def test_checkpoints_that_are_there_need_no_room_again(tmp_path, monkeypatch, keep, there):
+    """Of a requeued job or a second phase: as the training itself counts them (pretrain.check_disk)."""
+    saved = tmp_path / "train" / "checkpoints"
+    for step in range(1, there + 1):
+        (saved / f"step-{step:08d}").mkdir(parents=True)
+        (saved / f"step-{step:08d}" / "checkpoint.json").touch()
+    (saved / "step-00000099").mkdir(parents=True)  # not complete
+    for left in (0, 10**9):  # of a killed save, which goes first
+        (saved / "step-00000100.partial-1a2").mkdir(exist_ok=True)
+        with (saved / "step-00000100.partial-1a2" / "part").open("wb") as file:
+            file.truncate(left)
+        more = max(1, keep + 1 - there)
+        for free, fits in (
+            (more * 7 * 10**9 - left, True),
+            (more * 7 * 10**9 - left - 10**8, False),
+        ):
+            usage = shutil._ntuple_diskusage(total=10**12, used=0, free=free)
+            monkeypatch.setattr(shutil, "disk_usage", lambda _, usage=usage: usage)
+            assert (examine(0, tmp_path, 0, 7.0, keep).problems == []) == fits
 
 
 def test_quota():
