@@ -134,13 +134,15 @@ def job_status(slurm: Path, name: str, job_id: str) -> JobStatus:
 
 
 def from_files(slurm: Path, name: str, job_id: str) -> JobStatus:
-    """What the job's own marker and event lines say."""
+    """What the job's own event lines say; of one that was not queued again, its marker."""
     lives = tail(slurm / f"{name}.lives")
     mine = [line for line in lives if f" job={job_id} " in line] if job_id else lives
     restarts = max(
         (int(m[1]) for line in mine if (m := re.search(r" life=(\d+)", line))), default=0
     )
-    if (slurm / f"{name}.done").exists():
+    # The marker of a job that was queued is of an earlier chain until the job itself has finished.
+    marked = not job_id and (slurm / f"{name}.done").exists()
+    if marked or (mine and mine[-1].endswith(" finished")):
         return JobStatus(name, job_id or "-", "COMPLETED", restarts=restarts)
     if mine and " stopped " in mine[-1]:
         reason = mine[-1].split(" stopped ", 1)[1]

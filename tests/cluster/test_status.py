@@ -30,6 +30,10 @@ def run(tmp_path, monkeypatch):
     (slurm / "chain.json").write_text(json.dumps(CHAIN))
     (slurm / "recipe.yaml").write_text("phases: [{steps: 100}, {steps: 50}]\n")
     (slurm / "prep.done").touch()
+    (slurm / "prep.lives").write_text(
+        "2026-01-01T00:00:00 job=7 life=0 step=0 started on n1\n"
+        "2026-01-01T00:00:00 job=7 life=0 step=0 finished\n"
+    )
     return slurm.parent
 
 
@@ -79,6 +83,30 @@ def test_one_screen_from_files_alone(run):
     ):
         assert text in screen, text
     assert "line 87\n" not in screen
+
+
+@pytest.mark.parametrize("marked", [True, False])
+@pytest.mark.parametrize(
+    ("job_id", "events", "state"),
+    [
+        ("", [], "COMPLETED"),  # finished before: not queued again
+        ("", ["job=3 life=0 step=9 stopped rc=1: x"], "COMPLETED"),
+        ("8", [], "UNKNOWN"),
+        ("8", ["job=3 life=0 step=9 finished"], "UNKNOWN"),
+        ("8", ["job=3 life=0 step=9 finished", "job=8 life=0 step=0 started on n1"], "UNKNOWN"),
+        ("8", ["job=3 life=0 step=9 finished", "job=8 life=0 step=9 stopped rc=1: x"], "STOPPED"),
+        ("8", ["job=8 life=0 step=9 stopped rc=1: x", "job=3 life=0 step=9 finished"], "STOPPED"),
+        ("8", ["job=8 life=0 step=0 started on n1", "job=8 life=1 step=9 finished"], "COMPLETED"),
+    ],
+)
+def test_a_job_is_not_known_by_what_an_earlier_chain_left(run, marked, job_id, events, state):
+    """Its marker is older than what the job of this chain says, or has not said yet."""
+    slurm = run / "slurm"
+    (slurm / "train-a.lives").write_text("".join(f"2026-01-01T00:00:00 {e}\n" for e in events))
+    if marked:
+        (slurm / "train-a.done").touch()
+    found = status.from_files(slurm, "train-a", job_id)
+    assert found.state == (state if marked or job_id else "STOPPED" if events else "UNKNOWN")
 
 
 def test_before_the_first_update(run):
