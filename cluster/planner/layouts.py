@@ -9,7 +9,12 @@ from cluster.planner.cards import Card, Network
 from cluster.planner.step_time import MASKED, Layout, StepTime, update_time
 from configs import UserError
 from configs.masking import highest_rate, masking_of
-from configs.memory import activation_parts_per_token, state_parts, training_bytes
+from configs.memory import (
+    activation_parts_per_token,
+    largest_micro_batch,
+    state_parts,
+    training_bytes,
+)
 from configs.model import ModelConfig, resolve_model
 from configs.schema import ParallelConfig, Recipe
 from configs.sharing import copy_engines_serve, may_share
@@ -152,7 +157,7 @@ def recipe_layout(recipe: Recipe, gpus: int, gpus_per_node: int, card: Card) -> 
         parallel.tp,
         gpus // parallel.tp,
         parallel.zero_stage,
-        parallel.micro_batch_tokens or MICRO_BATCHES[0],
+        parallel.micro_batch_tokens,
         parallel.activation_checkpointing,
         gpus_per_node,
         recipe.train.precision,
@@ -161,15 +166,16 @@ def recipe_layout(recipe: Recipe, gpus: int, gpus_per_node: int, card: Card) -> 
     layout = share_tokens(layout, recipe, card)
     if not parallel.micro_batch_tokens:
         # As the trainer, which does not yet know whether tokens will be shared out.
-        counted = replace(layout, sequence_parallel=bool(parallel.sequence_parallel))
-        rate = highest_rate(recipe)
-        fitting = [
-            size
-            for size in MICRO_BATCHES
-            if sum(memory_parts(model, replace(counted, micro_batch_tokens=size), rate).values())
-            <= card.memory_bytes
-        ]
-        layout = replace(layout, micro_batch_tokens=max(fitting, default=MICRO_BATCHES[0]))
+        fits = largest_micro_batch(
+            model,
+            parallel,
+            layout.dp,
+            recipe.train.precision,
+            int(card.memory_bytes),
+            highest_rate(recipe),
+        )
+        longest = max(recipe.shards[phase.shards].max_length for phase in recipe.phases)
+        layout = replace(layout, micro_batch_tokens=max(fits, longest))
     return layout
 
 

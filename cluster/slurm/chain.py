@@ -7,6 +7,7 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from cluster.planner.built import built_vocabulary
 from cluster.slurm.check_chain import check_chain
 from configs.loading import to_dict
 from configs.masking import highest_rate
@@ -148,8 +149,10 @@ def data_digest(recipe: Recipe) -> str:
 
 
 def checkpoint_bytes(recipe: Recipe) -> int:
-    """One checkpoint: fp32 master and two moments for each parameter (vocabulary as configured)."""
-    return 12 * parameter_count(resolve_model(recipe.model, recipe.vocab.size))
+    """One checkpoint: fp32 master and two moments for each parameter (vocabulary as configured until
+    it is made)."""
+    vocabulary = built_vocabulary(recipe) or recipe.vocab.size
+    return 12 * parameter_count(resolve_model(recipe.model, vocabulary))
 
 
 def _start(command: list[str], profile: Profile, per_node: int) -> tuple[list[str], str]:

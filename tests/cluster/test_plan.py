@@ -1,12 +1,15 @@
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
 
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 from cluster import plan
-from cluster.planner.cards import H100, NETWORK, find_card
+from cluster.planner.cards import CARDS, H100, NETWORK, find_card
 from cluster.planner.layouts import (
     evaluate,
     gpus_for,
@@ -17,9 +20,14 @@ from cluster.planner.layouts import (
 )
 from cluster.planner.measured import compare_all
 from cluster.planner.step_time import Layout, all_reduce_s, matmul_s, update_time
+from cluster.slurm.chain import checkpoint_bytes
 from configs import UserError, load_recipe
-from configs.model import ModelConfig, resolve_model
-from configs.schema import Recipe
+from configs.memory import training_bytes
+from configs.model import PRESETS, ModelConfig, parameter_count, resolve_model
+from configs.schema import ParallelConfig, Recipe, ShardsConfig
+from data_prep.tokenizer import load
+from data_prep.vocab import make_vocab
+from tests.data_prep.corpus import build, recipe_file, write_texts
 
 LARGE = resolve_model(ModelConfig(preset="bert-large"), 30522)
 FILLS = {"len128": 0.89, "len512": 0.85}
@@ -250,6 +258,86 @@ def test_settings_that_are_not_predicted_are_said(capsys, tmp_path):
         assert note.startswith(f"{slow[0]} will be slower: ") and "fused kernels" in note
     both = first_lines("train.kernels=plain", "train.compile=false")[2]
     assert both.startswith("train.kernels=plain and train.compile=false will be slower")
+
+
+ORTHOGONAL, SINGLE = "optimizer.orthogonal_lr=2", "shards.len128.objective=full-sentences"
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ([ORTHOGONAL], f"{ORTHOGONAL} will be slower and take more memory"),
+        (["vocab.file=v.txt"], "vocab.file=v.txt is not made into .*: 8,192 tokens"),
+        (["vocab.file=v.txt", "model.vocab_size=9000"], ""),
+        (
+            [SINGLE, "shards.len128.single_prob=0"],
+            "shards.len128 is not built yet: .*full-sentences",
+        ),
+        ([SINGLE, "shards.len128.single_prob=0", "--fill", "0.99"], ""),
+        (["shards.more={objective: single}"], ""),  # no phase reads it
+    ],
+)
+def test_what_the_figures_do_not_hold_for_is_said(capsys, tmp_path, more, said):
+    plan.main(["demo", "--gpus", "4", f"work_dir={tmp_path}", *more])
+    note = capsys.readouterr().out.splitlines()[2]
+    assert re.match(said, note) if said else note == ""
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "unigram", "bpe", "byte-bpe"])
+def test_the_vocabulary_is_the_one_that_is_made(capsys, tmp_path, kind):
+    """vocab.size is what a training of it aims at, and nothing to a tokenizer from a file."""
+    text = write_texts(tmp_path / "text", files=30)
+    recipe = recipe_file(tmp_path, text, "model: {preset: bert-tiny}\n")
+    recipe.write_text(recipe.read_text().replace("phases: []\n", ""))
+    trained = [
+        "vocab.file=",
+        f"vocab.kind={kind}",
+        f"vocab.size={60 if kind == 'unigram' else 300}",
+    ]
+    overrides = [] if kind == "wordpiece" else trained
+    tokens = load(make_vocab(load_recipe(recipe, overrides))).vocab_size
+
+    size = 12 * parameter_count(resolve_model(ModelConfig(preset="bert-tiny"), tokens))
+
+    def right():
+        capsys.readouterr()
+        plan.main([str(recipe), "--gpus", "1", *overrides])
+        said = capsys.readouterr().out
+        planned = checkpoint_bytes(load_recipe(recipe, overrides))
+        return f", vocabulary {tokens})\n" in said and "is not made" not in said and planned == size
+
+    assert right()
+    build(recipe, *overrides)
+    shutil.rmtree(tmp_path / "run" / "vocab")
+    assert right()
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    preset=st.sampled_from(list(PRESETS)),
+    tp=st.sampled_from([1, 2, 4, 8]),
+    dp=st.sampled_from([1, 8, 64]),
+    zero=st.sampled_from([0, 1, 2]),
+    again=st.booleans(),
+    card=st.sampled_from(list(CARDS.values())),
+    precision=st.sampled_from(["bf16", "fp32"]),
+)
+def test_micro_batches_of_the_largest_size_are_the_trainers(
+    preset, tp, dp, zero, again, card, precision
+):
+    recipe = Recipe(shards={"len128": ShardsConfig()})
+    recipe.model.preset, recipe.train.precision = preset, precision
+    recipe.parallel = ParallelConfig(tp, zero, micro_batch_tokens=0, activation_checkpointing=again)
+    model = resolve_model(recipe.model, recipe.vocab.size)
+    assume(model.num_heads % tp == 0)
+    tokens = recipe_layout(recipe, tp * dp, 8, card).micro_batch_tokens
+    need = [
+        training_bytes(model, recipe.parallel, dp, precision, n, recipe.masking.probability)
+        for n in (tokens, tokens + 128)
+    ]
+    assert tokens % 128 == 0 and 128 <= tokens <= 65536
+    assert need[0] <= card.memory_bytes or tokens == 128  # one row: the trainer refuses it
+    assert need[1] > card.memory_bytes or tokens == 65536
 
 
 @pytest.mark.parametrize(
