@@ -43,12 +43,36 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
             or without time.
     """
     recipe = _load(Recipe, _find(path, "recipes"), overrides)
+    _expand_home(recipe)
     if not recipe.work_dir:
         recipe.work_dir = f"runs/{recipe.name}"
     recipe.shards = recipe.shards or {"len128": ShardsConfig()}
     check_ranges(recipe)
     check_together(recipe)
     return recipe
+
+
+def _expand_home(recipe: Recipe) -> None:
+    """`~/x` is below the home folder, which no shell has said of a file's words or after `key=`.
+
+    But for vocab.file, which a finished vocabulary was stamped with as it is written: its reader
+    expands it.
+    """
+    sections: dict[str, Any] = {
+        "work_dir": recipe,
+        "prep.abbreviations": recipe.prep,
+        "checkpoint.init_from": recipe.checkpoint,
+        "train.probe": recipe.train,
+        "train.shards_dir": recipe.train,
+        **{f"sources.{number}.path": source for number, source in enumerate(recipe.sources)},
+    }
+    for name, section in sections.items():
+        key = name.rpartition(".")[2]
+        if (text := getattr(section, key)).startswith("~"):
+            try:
+                setattr(section, key, str(Path(text).expanduser()))
+            except RuntimeError as error:
+                raise UserError(f"{name}={text}: {error}", "write the path in full") from None
 
 
 def load_profile(path: str | Path, overrides: Sequence[str] = ()) -> Profile:

@@ -175,7 +175,7 @@ def read_abbreviations(path: str | Path) -> list[str]:
     """A file with one abbreviation a line; blank lines and lines with # are passed over."""
     if not path:
         return []
-    file = Path(path).expanduser()
+    file = Path(path)
     if not file.is_file():
         raise UserError(f"prep.abbreviations={path}: no such file", "one abbreviation a line")
     lines = file.read_text(encoding="utf-8-sig").split("\n")

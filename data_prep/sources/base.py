@@ -96,7 +96,7 @@ class Source(ABC):
     def id_of(self, piece: Piece) -> str:
         """How documents of a piece are called: the file below the source's folder, and its start."""
         path = Path(piece.path)
-        root = Path(self.config.path).expanduser()
+        root = Path(self.config.path)
         name = path.relative_to(root).as_posix() if path.is_relative_to(root) else path.name
         shown = name if name != "." else path.name
         return f"{self.name}/{shown}" + (f"@{piece.start}" if piece.start else "")
@@ -115,7 +115,7 @@ def find_files(config: SourceConfig, suffixes: Sequence[str], looks_like: str) -
     where = f"source {config.name or config.path!r} (kind: {config.kind})"
     if not config.path:
         raise UserError(f"{where}: no path", "set sources.N.path to a file, folder or glob")
-    path = Path(config.path).expanduser()
+    path = Path(config.path)
     if path.is_dir():
         found = sorted(files_below(path))
         wanted = [p for p in found if p.name.lower().endswith(tuple(suffixes))]

@@ -38,7 +38,7 @@ def resolve(config: SourceConfig) -> list[str]:
         UserError: nothing there, no such configuration or split, a set that needs a script, or the
             hub cannot be reached.
     """
-    path = Path(config.path).expanduser()
+    path = Path(config.path)
     if path.is_dir():
         names = sorted(
             p.relative_to(path).as_posix()

@@ -136,6 +136,32 @@ def test_base_files_are_merged_in_order_and_circles_refused(tmp_path):
         load_recipe(tmp_path / "a.yaml")
 
 
+PATHS = [
+    "work_dir",
+    "prep.abbreviations",
+    "checkpoint.init_from",
+    "train.probe",
+    "train.shards_dir",
+    "sources.1.path",
+]
+
+
+@pytest.mark.parametrize("key", PATHS)
+def test_paths_may_be_below_the_home_folder(tmp_path, monkeypatch, key):
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+    def path(value):
+        found = load_recipe("demo", [f"{key}={value}"])
+        for name in key.split("."):
+            found = found[int(name)] if name.isdigit() else getattr(found, name)
+        return found
+
+    assert path("~/a/*.txt") == f"{tmp_path}/a/*.txt"
+    assert path("a/~b") == "a/~b" and path("/a//b/") == "/a//b/"
+    with pytest.raises(UserError, match=f"^{key}=~nobody-of-this-name"):
+        path("~nobody-of-this-name/a")
+
+
 @pytest.mark.parametrize("text", ["a: [1", "- 1\n", "base: none.yaml\n", "\tname: x"])
 def test_broken_recipe_files_are_refused_by_name(tmp_path, text):
     (tmp_path / "broken.yaml").write_text(text)

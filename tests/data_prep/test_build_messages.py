@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import re
 import shutil
@@ -79,6 +80,17 @@ def test_wrong_values_are_refused_by_name(tmp_path: Path, override: str, message
     build(recipe)  # so that a vocabulary is there
     with pytest.raises(UserError, match=message):
         build(recipe, override)
+
+
+def test_abbreviations_may_lie_in_the_home_folder(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "words.txt").write_text("ca.\n")
+    recipe = recipe_file(tmp_path, write_texts(tmp_path / "text", files=2))
+    recipe.write_text(recipe.read_text().replace(str(tmp_path), "~"))
+    folder = build(recipe, "prep.abbreviations=~/words.txt")
+    assert folder == tmp_path / "run" / "shards"
+    given = read_index(folder / "len64")["settings"]["documents"]["abbreviations"]
+    assert given == hashlib.sha256(b"ca.\n").hexdigest()
 
 
 def test_disk_need_is_told_and_checked(
