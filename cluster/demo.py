@@ -102,7 +102,7 @@ class Demo:
     def _text_folder(self) -> Path | None:
         """The folder `data_prep sample` fills: the one under work_dir that the sources name, if any."""
         text = self.work / "text"
-        named = any(str(text) in source.path for source in self.recipe.sources)
+        named = any(Path(source.path).is_relative_to(text) for source in self.recipe.sources)
         return text if named else None
 
     def command(self, title: str, arguments: list[str], made: Path | None) -> None:
