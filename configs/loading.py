@@ -22,6 +22,7 @@ from configs.together import check_together
 
 T = TypeVar("T")
 HERE = Path(__file__).parent
+DEFAULT_SET = "len128"  # of a recipe without `shards`
 
 
 class _AsWritten(yaml.SafeLoader):
@@ -46,7 +47,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     _expand_home(recipe)
     if not recipe.work_dir:
         recipe.work_dir = f"runs/{recipe.name}"
-    recipe.shards = recipe.shards or {"len128": ShardsConfig()}
+    recipe.shards = recipe.shards or {DEFAULT_SET: ShardsConfig()}
     check_ranges(recipe)
     check_together(recipe)
     return recipe
@@ -124,12 +125,31 @@ def _load(schema: type[T], path: Path, overrides: Sequence[str]) -> T:
         key, sign, value = text.partition("=")
         if not sign or not key or key.startswith("-"):
             raise UserError(f"override {text!r} is not key=value", "for example train.stop_at=100")
+        _refuse_slip(key.split("."), layers, f"override {text!r}")
         try:
             given = yaml.load(value, _AsWritten) if value else ""  # `key=` empties a text
             layers.append((f"override {text!r}", _nest(key.split("."), given)))
         except yaml.YAMLError as error:
             raise UserError(f"override {text!r}: {error}", "quote the value") from None
     return _build(schema, layers)
+
+
+def _refuse_slip(
+    keys: list[str], layers: Sequence[tuple[str, dict[str, Any]]], origin: str
+) -> None:
+    """One key below a set of shards that no layer has: a slip in its name rather than a new set."""
+    if keys[0] != "shards" or len(keys) < 3:
+        return
+    given = [values["shards"] for _, values in layers if isinstance(values.get("shards"), dict)]
+    known = list(dict.fromkeys(name for sets in given for name in sets)) or [DEFAULT_SET]
+    if keys[1] not in known:
+        near = get_close_matches(keys[1], known, 1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise UserError(
+            f"{origin}: no set of shards is called {keys[1]}",
+            f"{hint}known sets: {', '.join(known)}; a new one is given whole: "
+            f"'shards.{keys[1]}={{{'.'.join(keys[2:])}: ...}}'",
+        )
 
 
 def _nest(keys: list[str], value: Any) -> dict[str, Any]:

@@ -88,6 +88,11 @@ def test_numbers_and_switches_are_read_as_their_key_needs_them(override, value):
         ("phases.0.stps=1", ["phases.0.stps", "did you mean phases.0.steps"]),
         ("phases.7.steps=1", ["phases.7", "1 entries"]),
         ("shards.len128.max_len=1", ["max_len", "max_length"]),
+        ("shards.len_128.dupe_factor=2", ["len_128", "did you mean len128?"]),
+        (
+            "shards.few.dupe_factor=2",
+            ["few", "known sets: len128;", "shards.few={dupe_factor: ...}"],
+        ),
         ("train.precision", ["train.precision", "key=value"]),
         ("--tp=2", ["--tp=2", "key=value"]),
         ("phases.0.shards=len64", ["len64", "len128"]),
@@ -102,6 +107,19 @@ def test_a_wrong_override_is_named_with_its_remedy(override, words):
         load_recipe("demo", [override])
     for word in words:
         assert word in str(error.value)
+
+
+def test_sets_of_rows_are_added_whole_and_changed_key_by_key(tmp_path):
+    (tmp_path / "none.yaml").write_text("name: none\n")
+    more = ["shards.few={dupe_factor: 2}", "shards.few.max_length=64", "shards.len128.mask_cap=9"]
+    shards = load_recipe("demo", more).shards
+    assert list(shards) == ["len128", "few"]
+    assert (shards["few"].dupe_factor, shards["few"].max_length) == (2, 64)
+    assert (shards["len128"].dupe_factor, shards["len128"].mask_cap) == (3, 9)
+    own = load_recipe(tmp_path / "none.yaml", ["shards.len128.mask_cap=9"])  # the default set
+    assert list(own.shards) == ["len128"]
+    with pytest.raises(UserError, match="known sets: len128, few"):
+        load_recipe("demo", [more[0], "shards.fow.mask_cap=9"])
 
 
 def numbers(of: Any, key: str = "") -> list[str]:
