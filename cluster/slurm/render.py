@@ -20,7 +20,8 @@ _ENVIRONMENT = jinja2.Environment(
     autoescape=False,
 )
 _ENVIRONMENT.filters["quote"] = lambda value: shlex.quote(str(value))
-# sbatch splits its lines at blanks outside quotes, and puts job numbers and names in for %j and the like.
+# Like a shell, sbatch splits its lines at blanks outside quotes; in paths it puts job numbers and names
+# in for %j and the like.
 _ENVIRONMENT.filters["sbatch_path"] = lambda value: shlex.quote(str(value).replace("%", "%%"))
 
 
