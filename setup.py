@@ -32,7 +32,6 @@ setup(
         "pyarrow>=20",
         "numpy>=1.26",
         "omegaconf>=2.3,<2.4",
-        "regex",
         "jinja2>=3.1",
         "tqdm>=4.66",
         "zstandard>=0.22",

@@ -23,8 +23,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from bench.data import data_folder
 from bench.five_minute_report import write_report
-from bench.five_minute_runs import REPO, Workplace, run_all
+from bench.five_minute_runs import Workplace, run_all
 from bench.five_minute_tries import FINALS, SIDES, TRIES, named
 from configs import UserError, say
 from configs.cli import run_cli
@@ -40,7 +41,7 @@ def main() -> None:
     if unknown:
         raise UserError(f"--stages {unknown[0]} is not known", f"known: {', '.join(STAGES)}")
     finals = named(options.runs.split(",")) if options.runs else FINALS
-    data = Path(os.environ.get("LAMBERT_DATA", REPO.parent / "shared" / "data")).resolve()
+    data = data_folder()
     if not (data / "books").is_dir():
         raise UserError(
             f"no data at {data}", "set LAMBERT_DATA to the folder with books/ and wiki/"

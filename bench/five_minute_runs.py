@@ -17,12 +17,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from bench.data import REPO
 from bench.five_minute_tries import SIDES
 from configs import UserError, load_recipe, say
 from pretrain.checkpoint.folder import INDEX, latest
 
 RECIPE = "five-minute"
-REPO = Path(__file__).resolve().parent.parent
 
 
 class Workplace:

@@ -25,6 +25,7 @@ from pathlib import Path
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core
 
 from bench import wikitext
+from bench.data import data_folder
 from configs import Recipe
 from configs.schema import PrepConfig, ShardsConfig, SourceConfig, VocabConfig
 from data_prep.executor import make_executor
@@ -35,9 +36,8 @@ from data_prep.sources.streams import read_all
 from data_prep.tokenizer import Tokenizer, load
 from data_prep.vocab import make_vocab
 
-MB = 1_000_000
 FAST = "tokenizers encode_batch_fast"
-DATA = Path(os.environ.get("LAMBERT_DATA", "../shared/data"))
+DATA = data_folder()
 MB = 1_000_000
 
 

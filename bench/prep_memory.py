@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
-import os
 import random
 import re
 import shutil
@@ -22,7 +21,9 @@ import sys
 import time
 from pathlib import Path
 
-DATA = Path(os.environ.get("LAMBERT_DATA", Path(__file__).parents[2] / "shared" / "data"))
+from bench.data import data_folder
+
+DATA = data_folder()
 GIB = 1 << 30
 
 

@@ -10,17 +10,17 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from bench.data import data_folder
 from configs.schema import SourceConfig
 from data_prep.sentences import Splitter
 from data_prep.sources import Tally, open_source
 
-DATA = Path(os.environ.get("LAMBERT_DATA", "../shared/data"))
+DATA = data_folder()
 Split = Callable[[str], list[str]]
 Gold = list[tuple[str, list[tuple[int, int]]]]  # paragraph, spans of its sentences
 

@@ -11,19 +11,18 @@ import argparse
 import bz2
 import gzip
 import json
-import os
 import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
+from bench.data import data_folder
 from configs.schema import SourceConfig
 from data_prep.sources import Tally, open_source
 from data_prep.sources.wikipedia import _NS, _TEXT, _TITLE
 from data_prep.wikitext import unescape_xml
 
-DATA = Path(os.environ.get("LAMBERT_DATA", "../shared/data"))
+DATA = data_folder()
 DUMP = "wiki/enwiki-latest-pages-articles1.xml-p000000010p000030302-shortened.bz2"
 Plain = Callable[[str], str]
 DEBRIS = re.compile(

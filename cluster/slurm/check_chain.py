@@ -49,11 +49,6 @@ def check_chain(recipe: Recipe, profile: Profile, per_node: int, world: int) -> 
             "every job would be told to save as soon as it starts: lengthen time_limit",
         )
     tp = recipe.parallel.tp
-    if world % tp:
-        raise UserError(
-            f"parallel.tp={tp} does not divide {profile.nodes} nodes x {per_node} processes = {world}",
-            "choose nodes and tasks_per_node so that tp divides their product",
-        )
     if tp > per_node:
         raise UserError(
             f"parallel.tp={tp} is larger than the {per_node} processes of a node",

@@ -181,7 +181,7 @@ def test_starters_run_once_a_node(capsys, recipe, profile, starter):
         ("starter: srunn", [], "starter=srunn"),
         ("nodes: 0", [], "nodes=0"),
         ("{gpus_per_node: 2, tasks_per_node: 4}", [], "tasks_per_node=4"),
-        ("{nodes: 3, tasks_per_node: 1}", ["parallel.tp=2"], "3 nodes x 1"),
+        ("{nodes: 3, tasks_per_node: 3}", ["parallel.tp=2"], "divide the 9 processes"),
         ("{nodes: 2, tasks_per_node: 1}", ["parallel.tp=2"], "within a node"),
         (
             "tasks_per_node: 2",
