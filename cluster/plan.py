@@ -53,6 +53,8 @@ def main(argv: list[str]) -> int | None:
             value = getattr(arguments, option[2:].replace("-", "_"))
             raise UserError(f"{option} {value} is out of range", f"give a number {bounds}")
     recipe = load_recipe(arguments.recipe, arguments.overrides)
+    if not recipe.phases:
+        raise UserError("phases is empty", "give at least one phase")
     card = find_card(arguments.card)
     network = replace(NETWORK, bandwidth=arguments.network_gbit / 8 * 1e9)
     per_node = min(arguments.gpus_per_node, arguments.gpus)

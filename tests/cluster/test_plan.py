@@ -349,6 +349,7 @@ def test_micro_batches_of_the_largest_size_are_the_trainers(
         (["--gpus", "4", "parallel.tp=4"], "2 heads"),
         (["--gpus", "4", "--card", "A100", "train.precision=fp8"], "fp8"),
         (["--gpus", "4", "paralel.tp=2"], "did you mean parallel"),
+        (["--gpus", "4", "phases=[]"], "phases is empty"),
     ],
 )
 def test_bad_input(arguments, named):

@@ -361,11 +361,15 @@ def test_ctrl_c_waits_for_the_save_and_says_so_in_the_exit_code(tmp_path):
 
 
 def test_signals_go_past_the_starter_to_the_topmost_ranks():
-    worker = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
+    worker = (
+        "import subprocess, sys; print('up', flush=True)\n"
+        "subprocess.run([sys.executable, '-c', 'import sys; sys.stdin.read()'])"
+    )
     starter = (
         "import os, subprocess, sys\n"
         "ps = [subprocess.Popen([sys.executable, '-c', sys.argv[1]], env={**os.environ, 'RANK': str(r)},"
-        " stdin=subprocess.PIPE) for r in range(2)]\n"
+        " stdin=subprocess.PIPE, stdout=subprocess.PIPE) for r in range(2)]\n"
+        "[p.stdout.readline() for p in ps]  # one that has just been started has no environment yet\n"
         "print(*(p.pid for p in ps), flush=True)\n"
         "input()\n"
     )
