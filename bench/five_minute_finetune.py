@@ -68,7 +68,7 @@ def fine_tune(
 ) -> str:
     """One job, in a worker process. Returns "" or what went wrong."""
     from pretrain.downstream.grid import run_grid
-    from pretrain.downstream.readers import read_splits
+    from pretrain.downstream.splits import read_splits
     from pretrain.downstream.tasks import find_task
 
     folder, changes = TASKS[_of(task_name)]

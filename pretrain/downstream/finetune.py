@@ -12,7 +12,7 @@ from typing import Any
 from configs import UserError, say
 from configs.files import named
 from pretrain.downstream.loading import split_random
-from pretrain.downstream.readers import read_splits
+from pretrain.downstream.splits import read_splits
 from pretrain.downstream.tasks import TASKS, Settings, Task, find_task
 
 _LAYERS = ("last", "sum", "concat")
