@@ -251,7 +251,8 @@ def check_answers(rows: Iterable[Row], origin: str) -> None:
     """Every answer stands in its context where its offset says; UserError names the question."""
     for row in rows:
         for text, start in row["answers"] or ():
-            if row["context"][start : start + len(text)] != text or not text:
+            there = row["context"][start : start + len(text)] == text
+            if not text or start < 0 or not there:  # a negative index counts from the end
                 raise UserError(
                     f"{origin}: question {row['id']}: answer {text!r} is not in the context at {start}",
                     "mend its answer_start (characters, not bytes)",

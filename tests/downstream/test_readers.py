@@ -6,6 +6,7 @@ import csv
 import gzip
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -233,9 +234,11 @@ def squad_json(context: str, text: str, start: int) -> str:
 
 def test_an_answer_that_is_not_in_its_context_is_named(tmp_path: Path) -> None:
     file = tmp_path / "dev.json"
-    file.write_text(squad_json("the cat sat", "cat", 5))
-    with pytest.raises(UserError, match="question q1: answer 'cat' is not in the context at 5"):
-        read_squad(file)
+    for start in (5, 99, -7, -99):  # the context's own slice [-7:-4] is "cat"
+        file.write_text(squad_json("the cat sat", "cat", start))
+        wrong = f"question q1: answer 'cat' is not in the context at {start}$"
+        with pytest.raises(UserError, match=re.compile(wrong, re.MULTILINE)):
+            read_squad(file)
     for text in ('"who?"', '"the cat sat"', '"cat"'):
         file.write_text(squad_json("the cat sat", "cat", 4).replace(text, "null"))
         with pytest.raises(UserError, match="not SQuAD JSON"):
