@@ -54,7 +54,7 @@ def read_splits(
     found = {split: Path(file) for split, file in files.items() if file}
     if data and Path(data).is_dir():
         for split, stems in task.splits:
-            file = _find(Path(data), stems, task.kind, split)
+            file = _find(Path(data), stems)
             if file and split not in found:
                 found[split] = file
     elif not found:
@@ -62,6 +62,11 @@ def read_splits(
     for split in ("train", "dev"):
         if split not in found:
             named = " or ".join(f"{stem}.*" for stem in dict(task.splits)[split])
+            if data and (others := sorted(Path(data).glob(f"{split}-v*.json*"))):
+                raise UserError(
+                    f"{others[0]}: not of the version that {task.name} takes ({named})",
+                    f"name the task of that version, or pass --{split} FILE",
+                )
             raise UserError(
                 f"{data or task.name}: no {split} file" + (f" ({named})" if data else ""),
                 f"pass --{split} FILE",
@@ -93,17 +98,13 @@ def read_file(file: Path, task: Task, skip_bad: bool = False) -> list[Row]:
     return rows
 
 
-def _find(folder: Path, stems: tuple[str, ...], kind: str, split: str) -> Path | None:
+def _find(folder: Path, stems: tuple[str, ...]) -> Path | None:
     for stem in stems:
         for suffix in _SUFFIXES:
             for zipped in ("", ".gz"):
                 file = folder / f"{stem}{suffix}{zipped}"
                 if file.is_file():
                     return file
-        if kind == "question":
-            files = sorted(folder.glob(f"{stem}-v*.json*"))
-            if files:
-                return files[0]
     return None
 
 

@@ -66,6 +66,15 @@ _MNLI_SPLITS = (
     ("test", ("test_matched", "test")),
     ("test_mismatched", ("test_mismatched",)),
 )
+# A release's version is in its files' names, and a folder may hold both.
+_SQUAD_SPLITS, _SQUAD_2_SPLITS = (
+    (
+        ("train", (f"train-v{version}", "train")),
+        ("dev", (f"dev-v{version}", "dev", "validation", "valid", "val")),
+        ("test", (f"test-v{version}", "test")),
+    )
+    for version in ("1.1", "2.0")
+)
 _TAG_SPLITS = (
     ("train", ("train", "eng.train", "wnut17train")),
     ("dev", ("dev", "validation", "valid", "val", "testa", "eng.testa", "emerging.dev")),
@@ -105,10 +114,13 @@ TASKS: dict[str, Task] = {
         Task("wnli", "classify", second=("sentence2",), labels=_BINARY, hub=("nyu-mll/glue", "wnli")),
         Task("rt-polarity", "classify", ("text",), labels=("neg", "pos"), hub=("cornell-movie-review-data/rotten_tomatoes",)),
         Task("classify", "classify", ("text", "sentence", "sentence1"), ("text_pair", "sentence2")),
-        Task("squad", "question", metrics=("f1", "exact"), hub=("rajpurkar/squad",), settings=_SQUAD),
+        Task(
+            "squad", "question", metrics=("f1", "exact"), hub=("rajpurkar/squad",), settings=_SQUAD,
+            splits=_SQUAD_SPLITS,
+        ),
         Task(
             "squad-2", "question", metrics=("f1", "exact"), hub=("rajpurkar/squad_v2",),
-            settings=replace(_SQUAD, epochs=2, batch=48),
+            settings=replace(_SQUAD, epochs=2, batch=48), splits=_SQUAD_2_SPLITS,
         ),
         Task("ner", "tag", ("tokens",), label=("ner_tags", "tags"), metrics=("f1", "precision", "recall"), settings=_TAG, splits=_TAG_SPLITS),
         Task(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from configs import UserError
 from pretrain.downstream import splits
 from pretrain.downstream.splits import read_splits
 from pretrain.downstream.tasks import TASKS, find_task
+from tests.downstream.test_readers import squad_json
 
 
 def test_a_hub_set_without_a_dev_split_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,3 +84,27 @@ def test_hub_rows_take_the_shape_of_file_rows() -> None:
     answers = {"text": ["x"], "answer_start": [3]}
     row = {"id": "1", "context": "abcx", "question": "?", "answers": answers, "title": "t"}
     assert splits._plain(row, Features({}))["answers"] == [("x", 3)]
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+@pytest.mark.parametrize(("task", "version"), [("squad", "1.1"), ("squad-2", "2.0")])
+def test_of_a_folder_with_both_versions_of_squad_each_task_takes_its_own(
+    tmp_path: Path, task: str, version: str, zipped: bool
+) -> None:
+    for split in ("train", "dev"):
+        for each in ("1.1", "2.0"):
+            text = squad_json("the cat sat", "cat", 4).replace("q1", f"{split}-{each}").encode()
+            name = f"{split}-v{each}.json" + (".gz" if zipped else "")
+            (tmp_path / name).write_bytes(gzip.compress(text) if zipped else text)
+    found = read_splits(TASKS[task], str(tmp_path), {}, False)
+    assert {split: rows[0]["id"] for split, rows in found.items()} == {
+        "train": f"train-{version}",
+        "dev": f"dev-{version}",
+    }
+    for file in tmp_path.glob(f"dev-v{version}*"):
+        file.unlink()
+    with pytest.raises(UserError, match=f"dev-v.*: not of the version that {task} takes") as error:
+        read_splits(TASKS[task], str(tmp_path), {}, False)
+    assert "--dev FILE" in error.value.remedy
+    other = next(tmp_path.glob("dev-v*"))
+    assert read_splits(TASKS[task], str(tmp_path), {"dev": str(other)}, False)["dev"]
