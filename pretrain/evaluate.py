@@ -22,12 +22,28 @@ if TYPE_CHECKING:
     from data_prep.shards import Shards
     from pretrain.model import BertForPreTraining
 
+# Options of what is scored: option -> (which it is of, its value when left out).
+_OF_SOURCE = {
+    "rows": ("shards", 0),
+    "pseudo_rows": ("shards", 16),
+    "probability": ("shards", 0.15),
+    "sample": ("blimp", 1.0),
+}
+
 
 def main(argv: Sequence[str]) -> int:
     """Prints one line a score; the last line is all of them as JSON when --json is given."""
     options = _parser().parse_args(argv)
     if not options.shards and not options.blimp:
         raise UserError("nothing to evaluate on", "pass --shards FOLDER, --blimp FILE, or both")
+    for name, (needed, usual) in _OF_SOURCE.items():
+        if getattr(options, name) is None:
+            setattr(options, name, usual)
+        elif not getattr(options, needed):
+            raise UserError(
+                f"--{name.replace('_', '-')} without --{needed}",
+                f"leave it out, or pass --{needed}",
+            )
     if not 0 < options.sample <= 1:
         raise UserError(f"--sample {options.sample}", "a share of BLiMP: above 0, at most 1")
     if not 0 < options.probability <= 1:
@@ -236,16 +252,15 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("model", metavar="MODEL", help="work_dir, train folder, checkpoint or HF folder")
     add("--shards", help="shard set whose held-out part is scored (or the held-out folder itself)")
-    add("--rows", type=int, default=0, help="held-out rows scored; 0 = all")
+    add("--rows", type=int, help="held-out rows scored; 0 = all")
     add(
         "--pseudo-rows",
         type=int,
-        default=16,
         help="held-out rows for the pseudo-perplexity (default 16; 0 = none)",
     )
-    add("--probability", type=float, default=0.15, help="masking probability (default 0.15)")
+    add("--probability", type=float, help="masking probability (default 0.15)")
     add("--blimp", default="", help="BLiMP as parquet: scored by pseudo-log-likelihood")
-    add("--sample", type=float, default=1.0, help="share of BLiMP's pairs (default 1)")
+    add("--sample", type=float, help="share of BLiMP's pairs (default 1)")
     add("--device", default="", choices=("", "cpu", "cuda"))
     add("--json", action="store_true", help="print all scores as one JSON line last")
     return parser

@@ -276,4 +276,21 @@ def test_early_refusals(tmp_path: Path) -> None:
         main(["x", "--blimp", str(tmp_path / "b")])
     for option, value in (("--probability", "1.5"), ("--rows", "-1"), ("--pseudo-rows", "-1")):
         with pytest.raises(UserError, match=f"{option} {value}"):
-            main(["x", "--blimp", "b", f"{option}={value}"])
+            main(["x", "--shards", "s", f"{option}={value}"])
+
+
+@pytest.mark.parametrize(
+    ("given", "idle"),
+    [
+        ("blimp", "--rows=0"),
+        ("blimp", "--pseudo-rows=16"),
+        ("blimp", "--probability=0.15"),
+        ("shards", "--sample=1"),
+    ],
+)
+def test_options_of_what_is_not_scored_are_refused(
+    tmp_path: Path, tiny_model: Path, shards: Path, given: str, idle: str
+) -> None:
+    source = {"blimp": str(blimp_file(tmp_path)), "shards": str(shards)}[given]
+    with pytest.raises(UserError, match=f"{idle.partition('=')[0]} without --"):
+        main([str(tiny_model), f"--{given}", source, idle])
