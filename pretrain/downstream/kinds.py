@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 Feature = dict[str, Any]
 LABELLED = ("train", "dev")  # a grid learns from the one and chooses by the other
+_SHOWN = 20  # labels of a set, in a message
 
 
 class Kind(ABC):
@@ -39,12 +41,19 @@ class Kind(ABC):
 
     def learn_labels(self, rows: list[Row], origin: str) -> None:
         """Takes the label set from the training rows where the task does not define it."""
-        if not self.labels:
-            self.labels = sorted({text(row, self.task.label, origin) for row in rows})
-            if len(self.labels) < 2:
-                raise UserError(
-                    f"{origin}: only the label {self.labels[0]!r}", "need two classes or more"
-                )
+        if self.labels:
+            return
+        counts = Counter(text(row, self.task.label, origin) for row in rows)
+        self.labels = sorted(counts)
+        if len(counts) < 2:
+            raise UserError(
+                f"{origin}: only the label {self.labels[0]!r}", "need two classes or more"
+            )
+        shown = ", ".join(f"{label[:40]} ({n})" for label, n in counts.most_common(_SHOWN))
+        say(f"{origin}: {len(counts)} classes: {shown}{_more(len(counts) - _SHOWN)}")
+        once = sum(n == 1 for n in counts.values())
+        if 2 * once > len(counts):
+            say(f"note: {once} of them have one example; is it the column of the label?")
 
     def model_settings(self) -> dict[str, Any]:
         """Settings for the config of the task model."""
@@ -93,9 +102,8 @@ class Kind(ABC):
 
     def _set(self) -> str:
         """The label set, its first ones where there are many."""
-        shown = [label[:40] for label in self.labels[:20]]
-        more = len(self.labels) - len(shown)
-        return f"{{{', '.join(shown)}{f', and {more} more' if more else ''}}}"
+        shown = ", ".join(label[:40] for label in self.labels[:_SHOWN])
+        return f"{{{shown}{_more(len(self.labels) - _SHOWN)}}}"
 
     def _texts(self, rows: list[Row], split: str) -> tuple[list[str], list[str] | None]:
         def texts(names: Sequence[str]) -> list[str]:
@@ -284,6 +292,10 @@ class Choice(Kind):
         return features
 
     score = Classify.score
+
+
+def _more(left: int) -> str:
+    return f", and {left} more" if left > 0 else ""
 
 
 def unbatch(encoded: Any) -> list[Feature]:

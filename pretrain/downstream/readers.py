@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from configs import UserError, say
-from pretrain.downstream.kinds import Row, find, pick
+from pretrain.downstream.kinds import LABELLED, Row, find, pick
 from pretrain.downstream.tasks import Task
 
 
@@ -189,8 +189,37 @@ def to_iob2(tags: list[str], where: str) -> list[str]:
     return result
 
 
+def check_columns(rows: list[Row], task: Task, origin: str, split: str) -> None:
+    """Every row has its text and, where a grid learns from it or chooses by it, its label, and no column
+    is two of them.
+
+    Raises:
+        UserError: names `origin`, the first such example, its columns and the option that names one.
+    """
+    if task.kind == "question":  # its rows have been put together by read_squad
+        return
+    named = {"first": task.first} if task.kind != "choice" else {}  # endings have fixed names
+    if split in LABELLED:
+        named["label"] = task.label
+    for number, row in enumerate(rows, 1):
+        for option, names in named.items():
+            if not find(row, names):
+                raise UserError(
+                    f"{origin}: example {number} has none of the columns {', '.join(names)}",
+                    f"pass --{option}-column NAME; its columns: {', '.join(row)}",
+                )
+        used = [c for c in (find(row, n) for n in (task.first, task.second, task.label)) if c]
+        if twice := [column for column in used if used.count(column) > 1]:
+            raise UserError(
+                f"{origin}: column {twice[0]!r} is asked for twice, as text and as label or other text",
+                "name another with --first-column, --second-column or --label-column;"
+                f" its columns: {', '.join(row)}",
+            )
+
+
 def check_tags(rows: list[Row], task: Task, origin: str) -> None:
     """Every word has its tag, and the tags become IOB2; UserError names the sentence."""
+    check_columns(rows, task, origin, "train")
     for number, row in enumerate(rows, 1):
         where = f"{origin}, sentence {number}"
         words, tags = pick(row, task.first, where), pick(row, task.label, where)

@@ -9,6 +9,7 @@ from typing import Any
 from configs import UserError
 from pretrain.downstream.kinds import Row
 from pretrain.downstream.readers import (
+    check_columns,
     check_tags,
     lines_of,
     read_conll,
@@ -44,20 +45,32 @@ def read_splits(
     Args:
         data: folder, or a hub data set name (`name` or `name:config`), or "" for the task's own.
         files: split -> file given by name; they win over the folder.
+        skip_bad: leave out lines of GLUE's TSV files with another number of columns.
+
+    Raises:
+        UserError: a split is missing or of another version, a file is damaged, a column absent or asked
+            for twice, or no file takes notice of `skip_bad`.
     """
-    if task.name == "rt-polarity" and data and Path(data).is_dir() and not any(files.values()):
-        return read_polarity(Path(data))
     if Path(data).is_file():
         raise UserError(f"{data}: a file, not a folder", "pass it as --train, and another as --dev")
-    if data and not Path(data).is_dir() and (data.startswith((".", "/")) or data.count("/") > 1):
+    local = bool(data) and Path(data).is_dir()
+    if data and not local and (data.startswith((".", "/")) or data.count("/") > 1):
         raise UserError(f"{data}: no such folder", "name a folder, or a hub data set as owner/name")
     found = {split: Path(file) for split, file in files.items() if file}
-    if data and Path(data).is_dir():
+    polarity = task.name == "rt-polarity" and local and not found
+    if local and not polarity:
         for split, stems in task.splits:
             file = _find(Path(data), stems)
             if file and split not in found:
                 found[split] = file
-    elif not found:
+    if skip_bad and not any(_is_glue_tsv(file, task) for file in found.values()):
+        raise UserError(
+            f"--skip-bad-rows on {', '.join(dict.fromkeys(map(str, found.values()))) or data or task.name}",
+            "leave it out: it is for GLUE's .tsv files",
+        )
+    if polarity:
+        return read_polarity(Path(data))
+    if not found and not local:
         return _read_hub(task, data)
     for split in ("train", "dev"):
         if split not in found:
@@ -71,7 +84,12 @@ def read_splits(
                 f"{data or task.name}: no {split} file" + (f" ({named})" if data else ""),
                 f"pass --{split} FILE",
             )
-    return {s: read_file(found[s], task, skip_bad) for s, _ in task.splits if s in found}
+    splits = {}
+    for split, _ in task.splits:
+        if file := found.get(split):
+            splits[split] = read_file(file, task, skip_bad)
+            check_columns(splits[split], task, str(file), split)
+    return splits
 
 
 def read_file(file: Path, task: Task, skip_bad: bool = False) -> list[Row]:
@@ -85,7 +103,7 @@ def read_file(file: Path, task: Task, skip_bad: bool = False) -> list[Row]:
         rows = read_conll(file)
     elif suffix in readers:
         rows = readers[suffix](file)
-    elif suffix == ".tsv" and (task.hub and task.kind != "choice"):
+    elif _is_glue_tsv(file, task):
         rows = read_glue_tsv(file, task, skip_bad)
     elif suffix == ".tsv":
         rows = read_csv(file)
@@ -96,6 +114,12 @@ def read_file(file: Path, task: Task, skip_bad: bool = False) -> list[Row]:
     if task.kind == "tag":
         check_tags(rows, task, str(file))
     return rows
+
+
+def _is_glue_tsv(file: Path, task: Task) -> bool:
+    """Whether `read_file` reads it without quoting, as GLUE's are."""
+    tsv = [s for s in file.suffixes if s != ".gz"][-1:] == [".tsv"]
+    return tsv and bool(task.hub) and task.kind in ("classify", "regress")
 
 
 def _find(folder: Path, stems: tuple[str, ...]) -> Path | None:
@@ -134,6 +158,7 @@ def _read_hub(task: Task, data: str) -> dict[str, list[Row]]:
             splits[split] = [_plain(row, table.features) for row in table]
             if task.kind == "tag":
                 check_tags(splits[split], task, f"{'/'.join(where)} {split}")
+            check_columns(splits[split], task, f"{'/'.join(where)} {split}", split)
     for split in ("train", "dev"):
         if split not in splits:
             raise UserError(

@@ -52,6 +52,21 @@ def test_whole_numbers_are_names_where_the_training_file_defines_the_classes(tok
     assert rte.labels[rte.encode([row], "dev")[0]["labels"]] == "not_entailment"
 
 
+def test_the_classes_of_the_training_file_are_said_before_the_training(tokenizer, capsys) -> None:
+    """How many of each, and whether the column looks like no label; a set that the task has is known."""
+
+    def said(labels: list[str], task: str = "classify") -> str:
+        kind = KINDS["classify"](TASKS[task], QUICK, tokenizer)
+        kind.learn_labels([{"text": "a", "label": label} for label in labels], "classify train")
+        return capsys.readouterr().out
+
+    assert said(["n", "y", "y"]) == "classify train: 2 classes: y (2), n (1)\n"
+    many = said([str(i) * 99 for i in range(5000)])
+    assert "classify train: 5000 classes: " in many and "and 4980 more" in many
+    assert "note: 5000 of them have one example" in many and len(many) < 2000
+    assert said(["0", "1"], "sst-2") == ""
+
+
 @pytest.mark.parametrize("split", ["train", "dev"])
 @pytest.mark.parametrize(
     ("task", "row"),

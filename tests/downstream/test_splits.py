@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -54,7 +55,7 @@ def test_missing_folders_files_and_tasks_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("task", "names", "row"),
     [
-        ("swag", "train.csv val.csv test.csv", "sent1,sent2\na,b\n"),  # of rowanz/swagaf
+        ("swag", "train.csv val.csv test.csv", "sent1,sent2,label\na,b,0\n"),  # of rowanz/swagaf
         ("ner", "eng.train eng.testa eng.testb", "EU B-ORG\n"),  # of the shared task
         ("ner", "train.txt valid.txt test.txt", "EU B-ORG\n"),
         ("mnli", "train.tsv dev_matched.tsv dev_mismatched.tsv test_matched.tsv test_mismatched.tsv",
@@ -108,3 +109,66 @@ def test_of_a_folder_with_both_versions_of_squad_each_task_takes_its_own(
     assert "--dev FILE" in error.value.remedy
     other = next(tmp_path.glob("dev-v*"))
     assert read_splits(TASKS[task], str(tmp_path), {"dev": str(other)}, False)["dev"]
+
+
+CSV = "text,topic,label\na,x,1\nb,y,0\n"
+
+
+@pytest.mark.parametrize(
+    ("task", "columns", "content", "message", "remedy"),
+    [
+        ("classify", {"label": "stars"}, CSV, "example 1 has none of the columns stars", "--label"),
+        ("classify", {"first": "body"}, CSV, "example 1 has none of the columns body", "--first"),
+        ("classify", {}, '{"text": "a", "label": 1}\n{"text": "b", "topic": 1}\n', "example 2", "--label"),
+        ("ner", {}, '{"tokens": ["a"], "topic": ["O"]}\n', "example 1 has none of", "--label"),
+        ("sts-b", {}, '{"sentence1": "a", "sentence2": "b", "topic": 1}\n', "example 1", "--label"),
+        ("classify", {"label": "text"}, CSV, "column 'text' is asked for twice", "--label"),
+        ("classify", {"first": "label"}, CSV, "column 'label' is asked for twice", "--first"),
+        ("classify", {"second": "text"}, CSV, "column 'text' is asked for twice", "--second"),
+        ("ner", {"label": "tokens"}, '{"tokens": ["O"], "topic": 1}\n', "'tokens' is asked", "--label"),
+    ],
+)  # fmt: skip
+def test_columns_that_are_absent_or_asked_for_twice_are_named(
+    tmp_path: Path, task: str, columns: dict, content: str, message: str, remedy: str
+) -> None:
+    file = tmp_path / f"own.{'csv' if content is CSV else 'jsonl'}"
+    file.write_text(content)
+    asked = replace(TASKS[task], **{name: (column,) for name, column in columns.items()})
+    with pytest.raises(UserError, match=message) as error:
+        read_splits(asked, "", dict.fromkeys(("train", "dev"), str(file)), False)
+    assert str(file) in error.value.what
+    assert f"{remedy}-column" in error.value.remedy and "topic" in error.value.remedy
+
+
+def test_rows_to_predict_need_no_label(tmp_path: Path) -> None:
+    (tmp_path / "own.csv").write_text(CSV)
+    (tmp_path / "new.csv").write_text("text\nc\n")
+    files = dict.fromkeys(("train", "dev"), str(tmp_path / "own.csv"))
+    files["test"] = str(tmp_path / "new.csv")
+    assert read_splits(TASKS["classify"], "", files, False)["test"] == [{"text": "c"}]
+
+
+@pytest.mark.parametrize(
+    ("task", "data", "name"),
+    [
+        ("classify", False, "own.csv"),
+        ("classify", False, "own.tsv"),  # quoted, as everyone's own are
+        ("ner", False, "own.tsv"),
+        ("squad", False, "own.json"),
+        ("rt-polarity", True, "rt.pos"),
+        ("rte", False, ""),  # of the hub
+    ],
+)
+def test_skip_bad_rows_is_refused_where_no_file_takes_notice_of_it(
+    tmp_path: Path, task: str, data: bool, name: str
+) -> None:
+    file = tmp_path / name
+    if name:
+        file.write_text(CSV)
+    files = dict.fromkeys(("train", "dev"), str(file)) if name and not data else {}
+    with pytest.raises(UserError, match="--skip-bad-rows on"):
+        read_splits(TASKS[task], str(tmp_path) if data else "", files, True)
+    glue = tmp_path / "good.tsv"
+    glue.write_text("sentence1\tsentence2\tlabel\nonly this\na\tb\tentailment\n")
+    mixed = {"train": str(glue), "dev": str(glue)}
+    assert len(read_splits(TASKS["rte"], "", mixed, True)["train"]) == 1
