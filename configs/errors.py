@@ -32,27 +32,30 @@ class UserError(Exception):
         return f"{self.what}\n  -> {self.remedy}" if self.remedy else self.what
 
 
-# What a file system refuses: no bug of ours, so the path and the reason are enough.
+# What a file system refuses: no bug of ours, so the path and the reason are enough. {}: where else.
 _REFUSED = {
     errno.EACCES: "choose a place that you may read and write",
     errno.EPERM: "choose a place that you may read and write",
-    errno.EROFS: "this file system is read-only: choose another place (work_dir=...)",
+    errno.EROFS: "this file system is read-only: {}",
     errno.ENOSPC: "the disk is full: free some of it; the same command goes on",
     errno.EDQUOT: "your quota is full: free some of it; the same command goes on",
-    errno.ENOTDIR: "a part of this path is a file: choose another (work_dir=...)",
-    errno.ENAMETOOLONG: "a name in this path is too long: choose another (work_dir=...)",
-    errno.ELOOP: "links in this path lead back to themselves: choose another (work_dir=...)",
+    errno.ENOTDIR: "a part of this path is a file: {}",
+    errno.ENAMETOOLONG: "a name in this path is too long: {}",
+    errno.ELOOP: "links in this path lead back to themselves: {}",
     errno.EISDIR: "this is a folder: name a file",
 }
 
 
-def refusal(error: OSError) -> UserError | None:
-    """What a full, read-only or forbidden file system says, as a UserError; None for a bug of ours."""
+def refusal(error: OSError, elsewhere: str = "choose another place") -> UserError | None:
+    """What a full, read-only or forbidden file system says, as a UserError; None for a bug of ours.
+
+    elsewhere: how the command at hand is told another place.
+    """
     remedy = _REFUSED.get(error.errno or 0)
     if remedy is None or error.filename is None and error.errno != errno.ENOSPC:
         return None
     where = f"{error.filename}: " if error.filename else ""
-    return UserError(f"{where}{error.strerror}", remedy)
+    return UserError(f"{where}{error.strerror}", remedy.format(elsewhere))
 
 
 def run_cli(main: Callable[[], int | None]) -> None:

@@ -17,8 +17,10 @@ from configs.errors import UserError, refusal
 LOCK = ".lock"
 
 
-def make_folder(folder: Path) -> Path:
+def make_folder(folder: Path, elsewhere: str = "choose another place with work_dir=...") -> Path:
     """Makes a folder and those above it, as needed.
+
+    elsewhere: how the command at hand is told another place.
 
     Raises:
         UserError: the folder, and why it cannot be made (below a file, no rights, /proc) or written.
@@ -26,11 +28,11 @@ def make_folder(folder: Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        known = refusal(error)
-        remedy = known.remedy if known else "choose another place (work_dir=...)"
+        known = refusal(error, elsewhere)
+        remedy = known.remedy if known else elsewhere
         raise UserError(f"{folder}: cannot be made ({error.strerror})", remedy) from None
     if not os.access(folder, os.W_OK):
-        raise UserError(f"{folder}: may not be written", "choose another place (work_dir=...)")
+        raise UserError(f"{folder}: may not be written", elsewhere)
     return folder
 
 
@@ -50,7 +52,7 @@ def lock_folder(
     Raises:
         UserError: another process holds it, or the folder cannot be made.
     """
-    file = (make_folder(folder) / LOCK).open("w")
+    file = (make_folder(folder, elsewhere) / LOCK).open("w")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -46,7 +46,8 @@ def main(argv: list[str]) -> int | None:
     if dump.is_file() and news.is_dir():
         say(f"{folder} already holds the sample text")
         return None
-    with tempfile.TemporaryDirectory(dir=make_folder(folder), prefix=".download-") as temporary:
+    made = make_folder(folder, "choose another DIR")
+    with tempfile.TemporaryDirectory(dir=made, prefix=".download-") as temporary:
         archive = Path(arguments.archive) if arguments.archive else download(Path(temporary))
         extract(archive, Path(temporary), dump, news)
     say(f"made {dump} ({dump.stat().st_size / 1e6:.1f} MB, kind: wikipedia)")

@@ -262,7 +262,7 @@ def main(argv: list[str]) -> int:
             ours = page.is_file() and _MARK in page.read_text(encoding="utf-8", errors="replace")
             if file.exists() and not ours:
                 raise UserError(f"{file}: exists and is no report", "name another file")
-    make_folder(page.parent)
+    make_folder(page.parent, "name another --output")
     page.write_text(render(runs), encoding="utf-8")
     plot_loss(runs[0], picture)
     say(f"report: {page}\nloss curve: {picture}")

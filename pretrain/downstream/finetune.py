@@ -88,13 +88,16 @@ def _settings(task: Task, options: Any) -> Settings:
         "dropout": options.dropout,
     }
     settings = replace(task.settings, **{k: v for k, v in changes.items() if v is not None})
+    for option, values in (("--lr", settings.lrs), ("--seeds", settings.seeds)):
+        if not values:
+            raise UserError(f"{option} names no number", "give some, as 1,2,3, or leave it out")
     for option, value, low in (
         ("--epochs", settings.epochs, 0),
         ("--batch", settings.batch, 0),
-        ("--lr", min(settings.lrs, default=0), 0),
+        ("--lr", min(settings.lrs), 0),
         ("--doc-stride", settings.doc_stride, 0),
         ("--max-length", settings.max_length, 7),  # [CLS] a [SEP] b [SEP] and a little text
-        ("--seeds", min(settings.seeds, default=-1), -1),
+        ("--seeds", min(settings.seeds), -1),
     ):
         if not low < value:
             raise UserError(f"{option} {value}", f"give numbers above {low}")

@@ -154,7 +154,10 @@ MISTAKES: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     ((*TRAIN, T, "checkpoint.init_from=missing"), ("missing", "checkpoint")),
     # afterwards
     (("pretrain", "report", "missing"), ("missing", "->")),
+    (("pretrain", "report", "logged", "--output", "file/r.html"), ("file", "another --output")),
     (("pretrain", "export", "missing", "out"), ("missing", "->")),
+    (("pretrain", "export", "w", "file"), ("file", "-> a part of this path is a file: choose")),
+    (("pretrain", "import", "w", "file"), ("file", "-> a part of this path is a file: choose")),
     (("pretrain", "evaluate", "w"), ("--shards", "--blimp")),
     (("pretrain", "finetune", "colla", "--model", "w", "--out", "o"), ("colla", "cola")),
     (("cluster", "submit", T, "--profile", "nosite", "--dry-run"), ("nosite", "gpu-srun")),

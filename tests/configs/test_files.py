@@ -84,6 +84,20 @@ def test_a_folder_that_may_not_be_written(tmp_path, monkeypatch):
         make_folder(tmp_path)
 
 
+@pytest.mark.parametrize("place", ["file", "file/below", "x" * 300, "loop/below"])
+def test_the_way_out_is_of_the_command(tmp_path, place):
+    """Not every command is told its place by the key of a recipe."""
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for make in (make_folder, lambda folder, way: lock_folder(folder, "work", way)):
+        with pytest.raises(UserError, match="cannot be made") as caught:
+            make(tmp_path / place, "name another --out")
+        assert caught.value.remedy.endswith("name another --out")
+    with pytest.raises(UserError) as caught:
+        make_folder(tmp_path / place)
+    assert caught.value.remedy.endswith("work_dir=...")
+
+
 def test_paths_get_a_name(tmp_path, monkeypatch):
     (tmp_path / "in").mkdir()
     monkeypatch.chdir(tmp_path / "in")
