@@ -251,7 +251,7 @@ def load_weights_only(file: Path) -> Any:
         ) from None
     except (RuntimeError, EOFError, OSError, zipfile.BadZipFile, ValueError) as error:
         raise UserError(
-            f"{file}: damaged: {str(error).splitlines()[0][:120]}", "copy it again"
+            f"{file}: damaged: {(str(error) or repr(error)).splitlines()[0][:120]}", "copy it again"
         ) from None
 
 

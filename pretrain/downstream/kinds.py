@@ -58,6 +58,7 @@ class Kind(ABC):
     def model_settings(self) -> dict[str, Any]:
         """Settings for the config of the task model."""
         return {
+            "problem_type": None,  # a model fine-tuned on scores says "regression"
             "num_labels": len(self.labels),
             "id2label": dict(enumerate(self.labels)),
             "label2id": {label: i for i, label in enumerate(self.labels)},

@@ -142,8 +142,103 @@ def test_a_damaged_folder_is_refused(
 ) -> None:
     model = Path(shutil.copytree(tiny_model, tmp_path / "model"))
     (model / name).write_text(content)
-    with pytest.raises(UserError, match=f"{model}: no model with.*\n.*export it again"):
+    with pytest.raises(UserError, match=f"{model / name} is damaged.*\n.*export the folder again"):
         load_tokenizer(str(model))
-    if name == "config.json":
-        with pytest.raises(UserError, match=f"{model}: not loaded.*\n.*export it again"):
-            load_for_task(transformers.AutoModel, str(model))
+    with pytest.raises(UserError, match=f"{model / name} is damaged.*\n.*export the folder again"):
+        load_for_task(transformers.AutoModel, str(model))
+
+
+def test_settings_that_transformers_does_not_take_are_refused(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    model = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "hidden_size": "wide"}))
+    with pytest.raises(UserError, match=f"{model}: .*\n.*damaged folder: copy or export it again"):
+        load_tokenizer(str(model))
+
+
+@pytest.mark.parametrize(
+    "change", [lambda b: b"", lambda b: b[:99], lambda b: b[:-9], lambda b: b"x" * 99]
+)
+@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
+def test_damaged_weights_are_named(tmp_path: Path, tiny_model: Path, file: str, change) -> None:
+    """Empty, cut in the header or in the tensors, and something else."""
+    from safetensors.torch import load_file
+
+    model = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    if file.endswith(".bin"):
+        torch.save(load_file(model / "model.safetensors"), model / file)
+        (model / "model.safetensors").unlink()
+    (model / file).write_bytes(change((model / file).read_bytes()))
+    with pytest.raises(UserError, match=f"{model / file}: ") as error:
+        load_for_task(transformers.AutoModel, str(model))
+    assert error.value.remedy
+    (model / file).unlink()
+    with pytest.raises(UserError, match=f"{model}: neither model.safetensors nor"):
+        load_for_task(transformers.AutoModel, str(model))
+
+
+@pytest.mark.parametrize("start", ["", "random:"])
+def test_a_folder_without_a_tokenizer_is_refused(
+    tmp_path: Path, tiny_model: Path, start: str
+) -> None:
+    """transformers makes one that knows no word; a vocab.txt alone is enough."""
+    model = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (model / file).unlink()
+    assert len(load_tokenizer(f"{start}{model}")) > 20
+    (model / "vocab.txt").unlink()
+    with pytest.raises(UserError, match=f"{model}: no tokenizer beside the weights"):
+        load_tokenizer(f"{start}{model}")
+
+
+SEQUENCE, TOKENS = "AutoModelForSequenceClassification", "AutoModelForTokenClassification"
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(TOKENS, SEQUENCE), (SEQUENCE, TOKENS), (SEQUENCE, "AutoModelForMultipleChoice"), (TOKENS, TOKENS),
+     ("AutoModelForQuestionAnswering", SEQUENCE)],
+)  # fmt: skip
+def test_the_head_of_another_task_is_drawn_anew(
+    tmp_path: Path, tiny_model: Path, before: str, after: str, capsys
+) -> None:
+    """A fine-tuned model in a further fine-tuning, with another number of labels."""
+    from safetensors.torch import load_file
+
+    tuned = load_for_task(getattr(transformers, before), str(tiny_model), num_labels=13)
+    tuned.save_pretrained(tmp_path / "tuned")
+    capsys.readouterr()
+    labels = {"num_labels": 3} if "Choice" not in after else {}
+    model = load_for_task(getattr(transformers, after), str(tmp_path / "tuned"), **labels)
+    said = capsys.readouterr().out
+    if "Question" not in before:
+        assert "task head has other labels and is drawn anew: classifier.bias, classifier.w" in said
+    state, stored = model.state_dict(), load_file(tmp_path / "tuned/model.safetensors")
+    assert state["classifier.weight"].shape[0] == (1 if "Choice" in after else 3)
+    same = [n for n in stored if n.startswith("bert.") and n in state]
+    assert len(same) >= 37 and all(torch.equal(state[n], stored[n]) for n in same)
+
+
+@pytest.mark.parametrize("auto", [*AUTO, TOKENS])
+@pytest.mark.parametrize(("key", "value"), [("vocab_size", 200), ("intermediate_size", 48)])
+def test_an_encoder_of_another_shape_is_named_with_both(
+    tmp_path: Path, tiny_model: Path, auto: str, key: str, value: int
+) -> None:
+    model = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, key: value}))
+    shapes = rf"\[.*{config[key]}.*\] in the file, \[.*{value}.*\] by config"
+    with pytest.raises(
+        UserError, match=rf"of another shape, first .*(\.weight|\.bias): {shapes}"
+    ) as e:
+        load_for_task(getattr(transformers, auto), str(model))
+    assert "two models" in e.value.remedy and "ignore_mismatched" not in str(e.value)
+
+
+def test_of_many_lost_tensors_the_first_are_named(tmp_path: Path, tiny_model: Path, capsys) -> None:
+    bad = copy_with(tiny_model, tmp_path / "bad", lambda t: {f"x.{k}": v for k, v in t.items()})
+    with pytest.raises(UserError, match="encoder weights were not loaded"):
+        load_for_task(transformers.AutoModel, str(bad))
+    assert ", ... 33 more)" in (said := capsys.readouterr().out) and len(said) < 600
