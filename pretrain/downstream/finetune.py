@@ -52,12 +52,12 @@ def main(argv: Sequence[str]) -> int:
     say(f"{task.name}: {sizes} examples; lr {settings.lrs} x seeds {settings.seeds}")
     out = named(options.out)
 
-    from pretrain.downstream.grid import as_markdown, run_grid
+    from pretrain.downstream.grid import run_grid
+    from pretrain.downstream.results import as_markdown
 
     table = run_grid(task, settings, splits, options.model, out, layers, not options.no_model)
     print(as_markdown(task, table), end="")
-    best = " and the best model" if (out / "best").is_dir() else ""
-    say(f"table, results.json, predictions{best} are in {out}")
+    say(f"table, results.json and predictions are in {out}")
     return 0
 
 

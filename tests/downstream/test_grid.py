@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,10 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from configs import UserError
-from configs.files import lock_folder
-from pretrain.convert.importing import import_model
-from pretrain.downstream import grid
+from pretrain.downstream import training
 from pretrain.downstream.finetune import main
 from pretrain.downstream.grid import run_grid
 from pretrain.downstream.loading import weights_digest
@@ -56,111 +51,9 @@ def test_grid_of_two_rates_and_seeds(tmp_path: Path, tiny_model: Path, monkeypat
     assert pipeline("text-classification", str(best))("a good film")[0]["label"] == "y"
     assert not list((tmp_path / "out").rglob("*.bin")), "nothing pickled is left"
 
-    monkeypatch.setattr("pretrain.downstream.grid._train_one", None)
+    monkeypatch.setattr("pretrain.downstream.grid.train_one", None)
     again = run_grid(TASKS["classify"], settings, films(), str(tiny_model), tmp_path / "out")
     assert again == table
-
-
-def test_results_of_other_data_or_weights_are_not_mixed(tmp_path: Path, tiny_model: Path) -> None:
-    out, tiny_model = tmp_path / "out", Path(shutil.copytree(tiny_model, tmp_path / "model"))
-    run_grid(TASKS["classify"], QUICK, films(8), str(tiny_model), out, save_best=False)
-    assert not (out / "best").exists()
-    before = {f: f.read_bytes() for f in out.rglob("*.json")}
-    for change in (
-        {"splits": films(10)},
-        {"settings": replace(QUICK, epochs=2)},
-        {"settings": replace(QUICK, dropout=0.1)},
-        {"model": f"random:{tiny_model}"},
-        {"task": replace(TASKS["classify"], label=("stars",))},
-        {"task": replace(TASKS["classify"], first=("title",))},
-    ):
-        given = {"task": TASKS["classify"], "settings": QUICK, "splits": films(8), **change}
-        with pytest.raises(UserError, match="holds results with another"):
-            run_grid(out=out, **{"model": str(tiny_model), **given})
-    file = tiny_model / "tokenizer.json"
-    file.write_text((own := file.read_text()).replace("true", "false"))  # of casing
-    with pytest.raises(UserError, match="holds results with another tokenizer"):
-        run_grid(TASKS["classify"], QUICK, films(8), str(tiny_model), out, save_best=False)
-    file.write_text(own)
-    assert {f: f.read_bytes() for f in out.rglob("*.json")} == before
-    result = next(out.glob("runs/*/result.json"))
-    for key in ("lr", "seconds", "accuracy", "diverged"):
-        result.write_text(json.dumps({**json.loads(before[result]), key: "high"}))
-        with pytest.raises(UserError, match=f"{result} is damaged: {key} is missing or not"):
-            run_grid(TASKS["classify"], QUICK, films(8), str(tiny_model), out, save_best=False)
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine/notes.txt").write_text("keep")
-    with pytest.raises(UserError, match="no fine-tuning folder"):
-        run_grid(TASKS["classify"], QUICK, films(8), str(tiny_model), tmp_path / "mine")
-    assert [f.name for f in (tmp_path / "mine").iterdir()] == ["notes.txt"]
-    busy = pytest.raises(UserError, match="another fine-tuning is running")
-    with lock_folder(tmp_path / "busy", "fine-tuning"), busy:
-        run_grid(TASKS["classify"], QUICK, films(8), str(tiny_model), tmp_path / "busy")
-
-
-def command_for(tmp_path: Path, tiny_model: Path) -> list[str]:
-    """Fine-tunes a run, whose export goes beside the results."""
-    run = import_model(tiny_model, tmp_path / "run")
-    file = str(tmp_path / "t.jsonl")
-    Path(file).write_text("\n".join(map(json.dumps, films(8)["train"])))
-    command = ["classify", "--model", str(run), "--out", str(tmp_path / "out"), "--train", file]
-    return [*command, "--dev", file, "--lr", "1e-3", "--epochs", "1", "--no-model"]
-
-
-def test_a_running_grid_keeps_the_model_it_loads(tmp_path: Path, tiny_model: Path) -> None:
-    """A second command for the same place would export a later checkpoint over it before it is
-    refused, whether for the first one at work or for the results that it has left."""
-    command = command_for(tmp_path, tiny_model)
-    assert main(command) == 0
-    exported = (tmp_path / "out-model/lambert.json").stat().st_ino
-    busy = pytest.raises(UserError, match="another fine-tuning is running")
-    with lock_folder(tmp_path / "out", "fine-tuning"), busy:
-        main(command)
-    later = copy_with(tiny_model, tmp_path / "later", lambda t: {k: 2 * v for k, v in t.items()})
-    other = import_model(later, tmp_path / "other")
-    for change in ("--epochs=2", f"--model={other}", f"--model=random:{tmp_path / 'run'}"):
-        with pytest.raises(UserError, match="holds results with another"):
-            main([*command, change])
-    assert (tmp_path / "out-model/lambert.json").stat().st_ino == exported
-    assert not list(tmp_path.glob(".out-model*"))
-
-
-def test_nothing_is_exported_beside_a_folder_of_other_things(
-    tmp_path: Path, tiny_model: Path
-) -> None:
-    command = command_for(tmp_path, tiny_model)
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out/notes.txt").write_text("keep")
-    with pytest.raises(UserError, match="no fine-tuning folder"):
-        main(command)
-    assert not list(tmp_path.glob("*out-model*"))
-
-
-@pytest.mark.parametrize(
-    ("moment", "refusal"),
-    [
-        ("pretrain.convert.self_check.self_check", "another making of out-model is running"),
-        ("pretrain.downstream.grid.load_tokenizer", "another fine-tuning is running"),
-    ],
-)
-def test_of_two_fine_tunings_started_at_once_the_second_is_refused(
-    moment, refusal, tmp_path: Path, tiny_model: Path, monkeypatch
-) -> None:
-    """While the first exports, and between its export and its training."""
-    command, first = command_for(tmp_path, tiny_model), []
-    module, _, name = moment.rpartition(".")
-    real = getattr(importlib.import_module(module), name)
-
-    def then_the_second(*args):
-        if not first:
-            first.append(command)
-            with pytest.raises(UserError, match=refusal):
-                main(command)
-        return real(*args)
-
-    monkeypatch.setattr(moment, then_the_second)
-    assert main(command) == 0
-    assert first and (tmp_path / "out/results.json").is_file()
 
 
 def test_dropout_is_the_models_unless_asked_for(tmp_path: Path, tiny_model: Path) -> None:
@@ -261,24 +154,6 @@ def test_every_kind_trains_through_the_command(tmp_path: Path, tiny_model: Path,
         assert head in said
 
 
-def test_a_later_part_of_a_grid_replaces_the_best_model_only_by_a_better_one(
-    tmp_path: Path, tiny_model: Path
-) -> None:
-    def grid(lr: float) -> float:
-        settings = replace(QUICK, lrs=(lr,), epochs=12)
-        out = tmp_path / "out"
-        return run_grid(TASKS["classify"], settings, films(), str(tiny_model), out)["best"][
-            "accuracy"
-        ]
-
-    weights = tmp_path / "out/best/model.safetensors"
-    assert grid(1e-9) < 100
-    poor = weights.read_bytes()
-    assert grid(1e-2) == 100
-    good = weights.read_bytes()
-    assert grid(1e-8) < 100 and weights.read_bytes() == good != poor
-
-
 def test_a_rate_that_diverges_is_said_to_and_is_never_the_best(
     tmp_path: Path, tiny_model: Path, capsys
 ) -> None:
@@ -310,7 +185,7 @@ def test_a_batch_is_the_one_asked_for_on_any_number_of_gpus(tmp_path: Path, monk
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    arguments = grid._arguments(QUICK, tmp_path, 1e-3, 1, gpu=True)
+    arguments = training._arguments(QUICK, tmp_path, 1e-3, 1, gpu=True)
     assert arguments.device.type == "cuda"
     assert arguments.train_batch_size == QUICK.batch
 
@@ -324,78 +199,3 @@ def test_published_settings_are_the_defaults() -> None:
     assert (two.lrs, two.batch, two.epochs) == ((5e-5,), 48, 2)
     swag = TASKS["swag"].settings
     assert (swag.lrs, swag.batch, swag.epochs) == ((2e-5,), 16, 3)
-
-
-def test_early_refusals_of_the_command(tmp_path: Path, tiny_model: Path) -> None:
-    (tmp_path / "t.jsonl").write_text('{"text": "a", "label": "x"}\n')
-    file = str(tmp_path / "t.jsonl")
-    base = [
-        "--model",
-        str(tiny_model),
-        "--out",
-        str(tmp_path / "out"),
-        "--train",
-        file,
-        "--dev",
-        file,
-    ]
-    with pytest.raises(UserError, match="only the label 'x'"):
-        main(["classify", *base])
-    with pytest.raises(UserError, match="it is for tagging"):
-        main(["classify", *base, "--feature-based", "sum"])
-    for task, option in (
-        ("rte", "--doc-stride=64"),
-        ("squad", "--first-column=q"),
-        ("swag", "--second-column=b"),
-        ("ner", "--second-column=b"),
-        ("squad-2", "--label-column=answer"),
-    ):
-        with pytest.raises(UserError, match=f"{option.partition('=')[0]} on {task}"):
-            main([task, *base, option])
-    with pytest.raises(UserError, match="no complete checkpoint"):
-        main(["classify", *base[2:], "--model", str(tmp_path)])
-    assert not (tmp_path / "out").exists()
-
-
-def test_hub_names_that_cannot_be_had_name_the_way_out(tmp_path: Path, tiny_model: Path) -> None:
-    """Tests run with HF_HUB_OFFLINE=1: every hub name is one that is not in the cache."""
-    (tmp_path / "t.jsonl").write_text('{"text": "a", "label": "x"}\n{"text": "b", "label": "y"}\n')
-    out, files = (
-        ["--out", str(tmp_path / "out")],
-        [f"--{s}={tmp_path}/t.jsonl" for s in ("train", "dev")],
-    )
-    with pytest.raises(UserError) as error:
-        main(["classify", "--model", "google-bert/no-such-bert", *out, *files])
-    assert "google-bert/no-such-bert: no model" in str(error.value)
-    assert "HF_HUB_OFFLINE is set" in error.value.remedy
-    assert "hf download google-bert/no-such-bert --local-dir" in error.value.remedy
-    with pytest.raises(UserError) as error:
-        main(["mrpc", "--model", str(tiny_model), *out])
-    assert "nyu-mll/glue/mrpc: not loaded" in str(error.value) and "--data" in error.value.remedy
-    with pytest.raises(UserError, match=r"no such folder"):
-        main(["classify", "--model", "bert-base-uncased", *out, *files])
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    "option",
-    [
-        "--epochs=0",
-        "--batch=0",
-        "--lr=-1e-3",
-        "--lr=",
-        "--lr=1e-3,nan",
-        "--epochs=inf",
-        "--seeds=,",
-        "--seeds=4294967296",
-        "--max-length=3",
-        "--doc-stride=0",
-        "--dropout=1",
-        "--dropout=nan",
-    ],
-)
-def test_settings_that_train_nothing_are_named(tmp_path: Path, tiny_model: Path, option) -> None:
-    name, _, value = option.partition("=")
-    named = f"{name} names no number" if value in ("", ",") else name
-    with pytest.raises(UserError, match=named):
-        main(["squad", "--model", str(tiny_model), "--out", str(tmp_path / "o"), option])
