@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -89,6 +90,8 @@ def run_grid(
         features = {split: kind.encode(rows, split) for split, rows in splits.items()}
         if place == model:  # no earlier: what is refused makes no folder
             claim(place)
+        if not _holds_results(out):
+            shutil.rmtree(out / "runs", ignore_errors=True)  # of a pair that was cut
         publish_text(out / GRID, json.dumps(identity, indent=2))
         results = Results(out, task)
 
@@ -185,7 +188,7 @@ def _refuse_others(out: Path, identity: dict[str, Any]) -> None:
     if (out / GRID).is_file():
         before = read_json(out / GRID, "name another --out")
         changed = [k for k in identity if before.get(k) != identity[k]]
-        if changed:
+        if changed and _holds_results(out):
             raise UserError(
                 f"{out}: holds results with another {changed[0]}"
                 f" ({before.get(changed[0])!r}, now {identity[changed[0]]!r})",
@@ -194,3 +197,7 @@ def _refuse_others(out: Path, identity: dict[str, Any]) -> None:
             )
     elif out.exists() and any(path.name != LOCK for path in out.iterdir()):
         raise UserError(f"{out}: not empty and no fine-tuning folder", "name another --out")
+
+
+def _holds_results(out: Path) -> bool:
+    return (out / BEST).exists() or any((out / "runs").glob(f"*/{RESULT}"))

@@ -196,6 +196,31 @@ def test_a_worse_model_in_best_is_not_called_the_best(
     )
 
 
+def test_a_grid_that_was_cut_before_its_first_result_holds_none(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    """Another one may follow in its place, and nothing of the first is left."""
+    out, given = tmp_path / "out", (films(8), str(tiny_model), tmp_path / "out")
+    run_grid(TASKS["classify"], QUICK, *given, save_best=False)
+    other = replace(QUICK, epochs=2, lrs=(1e-4,))
+    with pytest.raises(UserError, match="holds results with another epochs"):
+        run_grid(TASKS["classify"], other, *given)
+    (out / "runs/lr0.001-seed1/result.json").unlink()  # its predictions are there before it
+    for file in ("results.json", "table.md"):
+        (out / file).unlink()
+    run_grid(TASKS["classify"], other, *given)
+    assert [folder.name for folder in (out / "runs").iterdir()] == ["lr0.0001-seed1"]
+    assert json.loads((out / "grid.json").read_text())["epochs"] == 2
+
+
+def test_damaged_weights_do_not_block_the_folder(tmp_path: Path, tiny_model: Path) -> None:
+    cut = Path(shutil.copytree(tiny_model, tmp_path / "cut"))
+    (cut / "model.safetensors").write_bytes(b"")
+    with pytest.raises(UserError, match=r"model\.safetensors: damaged"):
+        run_grid(TASKS["classify"], QUICK, films(8), str(cut), tmp_path / "out")
+    run_grid(TASKS["classify"], QUICK, films(8), str(tiny_model), tmp_path / "out")
+
+
 def test_a_file_in_the_place_of_the_results(tmp_path: Path, tiny_model: Path) -> None:
     (tmp_path / "out").touch()
     for place in ("out", "out/below"):
