@@ -187,11 +187,16 @@ def _refuse_others(out: Path, identity: dict[str, Any]) -> None:
         raise UserError(f"{out}: a file, not a folder", "name another --out")
     if (out / GRID).is_file():
         before = read_json(out / GRID, "name another --out")
-        changed = [k for k in identity if before.get(k) != identity[k]]
+        # What a model is called decides nothing: its digests do.
+        changed = [k for k in identity if k != "model" and before.get(k) != identity[k]]
         if changed and _holds_results(out):
+            old, new = (
+                f"{grid.get(changed[0])!r}"
+                + (f" of {grid.get('model')}" if changed[0] in ("weights", "tokenizer") else "")
+                for grid in (before, identity)
+            )
             raise UserError(
-                f"{out}: holds results with another {changed[0]}"
-                f" ({before.get(changed[0])!r}, now {identity[changed[0]]!r})",
+                f"{out}: holds results with another {changed[0]} ({old}, now {new})",
                 "name another --out"
                 + (", or the step-... folder they are of" if changed[0] == "weights" else ""),
             )

@@ -221,6 +221,23 @@ def test_damaged_weights_do_not_block_the_folder(tmp_path: Path, tiny_model: Pat
     run_grid(TASKS["classify"], QUICK, films(8), str(tiny_model), tmp_path / "out")
 
 
+def test_one_model_under_any_spelling_of_its_path(
+    tmp_path: Path, tiny_model: Path, monkeypatch
+) -> None:
+    """Relative, with a slash at the end, through a link, copied: its files decide."""
+    model, out = Path(shutil.copytree(tiny_model, tmp_path / "model")), tmp_path / "out"
+    (tmp_path / "link").symlink_to(model)
+    shutil.copytree(model, tmp_path / "copy")
+    run_grid(TASKS["classify"], QUICK, films(8), str(model), out, save_best=False)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("pretrain.downstream.grid.train_one", None)
+    for name in ("model", "./model", f"{model}/", "link", "copy"):
+        run_grid(TASKS["classify"], QUICK, films(8), name, out, save_best=False)
+    (model / "model.safetensors").open("ab").write(b" ")
+    with pytest.raises(UserError, match="another weights .* of copy, now .* of model"):
+        run_grid(TASKS["classify"], QUICK, films(8), "model", out, save_best=False)
+
+
 def test_a_file_in_the_place_of_the_results(tmp_path: Path, tiny_model: Path) -> None:
     (tmp_path / "out").touch()
     for place in ("out", "out/below"):
