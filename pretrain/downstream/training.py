@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,8 +47,10 @@ def train_one(
         dev (percent), those of other labelled splits as SPLIT_METRIC, and seconds.
     """
     import torch
-    from transformers import Trainer, set_seed
+    from transformers import PrinterCallback, Trainer, set_seed
     from transformers.utils import logging
+
+    from pretrain.downstream.shown import Shown
 
     logging.set_verbosity_error()  # load_for_task says what was loaded, and stops if it must
     logging.disable_progress_bar()
@@ -59,14 +60,16 @@ def train_one(
         split: [{k: v for k, v in f.items() if k not in _ASIDE} for f in features[split]]
         for split in features
     }
-    start = time.monotonic()
+    start, shown = time.monotonic(), Shown(what)
     trainer = Trainer(
         model=net,
         args=_arguments(kind.settings, folder, lr, seed, torch.cuda.is_available()),
         train_dataset=given["train"],
         data_collator=kind.collator(),
         processing_class=kind.tokenizer,
+        callbacks=[shown],
     )
+    trainer.remove_callback(PrinterCallback)
     trainer.train()
     result: dict[str, Any] = {"task": kind.task.name, "lr": lr, "seed": seed, "diverged": False}
     make_folder(folder, "name another --out")
@@ -75,6 +78,7 @@ def train_one(
         blind = [
             {**{k: v for k, v in f.items() if k != "labels"}, **kind.blind} for f in given[split]
         ]
+        shown.begin(-(-len(blind) // trainer.args.eval_batch_size), f"score {split}", "batches")
         output = trainer.predict(blind)  # type: ignore[arg-type]
         parts = (
             output.predictions if isinstance(output.predictions, tuple) else [output.predictions]
@@ -83,6 +87,7 @@ def train_one(
         scores, predictions = kind.score(splits[split], features[split], output.predictions, split)
         result |= scores if split == "dev" else {f"{split}_{k}": v for k, v in scores.items()}
         _write_lines(folder / f"predictions-{split}.jsonl", predictions)
+    shown.close()
     result["seconds"] = round(time.monotonic() - start, 2)
     shutil.rmtree(folder / "trainer", ignore_errors=True)
     return trainer, result
@@ -121,7 +126,7 @@ def _arguments(settings: Settings, folder: Path, lr: float, seed: int, gpu: bool
         eval_strategy="no",
         logging_steps=50,
         report_to="none",
-        disable_tqdm=not sys.stderr.isatty(),
+        disable_tqdm=True,  # `Shown` has bars of its own
         remove_unused_columns=False,
         dataloader_pin_memory=gpu,
     )

@@ -199,3 +199,18 @@ def test_published_settings_are_the_defaults() -> None:
     assert (two.lrs, two.batch, two.epochs) == ((5e-5,), 48, 2)
     swag = TASKS["swag"].settings
     assert (swag.lrs, swag.batch, swag.epochs) == ((2e-5,), 16, 3)
+
+
+def test_progress_says_which_run_how_many_and_how_far(
+    tmp_path: Path, tiny_model: Path, capsys
+) -> None:
+    """In a log a line now and then, and no dict of the Trainer's."""
+    settings = replace(QUICK, lrs=(1e-3, 1e-4), seeds=(1, 2), epochs=60)
+    run_grid(TASKS["classify"], settings, films(8), str(tiny_model), tmp_path / "out")
+    said = capsys.readouterr()
+    for number, (lr, seed) in enumerate(((1e-3, 1), (1e-3, 2), (1e-4, 1), (1e-4, 2)), 1):
+        run = f"classify lr {lr:g} seed {seed}, run {number} of 4"
+        lines = [line for line in said.out.splitlines() if line.startswith(f"{run}: ")]
+        assert any("60/60 updates (100%), " in line and " | loss " in line for line in lines)
+        assert any("score dev: 1/1 batches" in line for line in lines)
+    assert "{'" not in said.out + said.err
