@@ -214,3 +214,13 @@ def test_progress_says_which_run_how_many_and_how_far(
         assert any("60/60 updates (100%), " in line and " | loss " in line for line in lines)
         assert any("score dev: 1/1 batches" in line for line in lines)
     assert "{'" not in said.out + said.err
+
+
+def test_a_model_fine_tuned_on_scores_learns_classes(tmp_path: Path, tiny_model: Path) -> None:
+    """Its config.json says that its labels are numbers to come near to."""
+    run_grid(TASKS["sts-b"], QUICK, scored_pairs(8), str(tiny_model), tmp_path / "scores")
+    settings = replace(QUICK, lrs=(1e-2,), epochs=12)
+    model = str(tmp_path / "scores/best")
+    run_grid(TASKS["classify"], settings, films(), model, tmp_path / "classes")
+    config = json.loads((tmp_path / "classes/best/config.json").read_text())
+    assert config["problem_type"] == "single_label_classification"
