@@ -33,7 +33,6 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from configs.errors import LOST_RANK_EXIT, UserError
@@ -75,9 +74,10 @@ class Watchdog:
         if timeout_s > 0:
             self._say_alive()
             self._thread.start()
-            main = threading.current_thread() is threading.main_thread()
-            if main and signal.getsignal(signal.SIGTSTP) == signal.SIG_DFL:
-                signal.signal(signal.SIGTSTP, self._stop)
+        self._wakeup: tuple[int, int] | None = None
+        main = threading.current_thread() is threading.main_thread()
+        if timeout_s > 0 and main and signal.getsignal(signal.SIGTSTP) == signal.SIG_DFL:
+            self._stop_orderly()
 
     # --- called by the training loop
 
@@ -142,15 +142,36 @@ class Watchdog:
         self._done.set()
         self._thread.join()
         faulthandler.cancel_dump_traceback_later()
-        if signal.getsignal(signal.SIGTSTP) == self._stop:
+        if self._wakeup is not None:
+            (read, write), self._wakeup = self._wakeup, None
+            signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+            os.write(write, b"\0")
+            self._stopper.join()
+            os.close(read)
+            os.close(write)
 
-    def _stop(self, number: int, frame: FrameType | None) -> None:
-        with self._lock:  # the thread neither arms the timer again nor looks at the clock before
-            faulthandler.cancel_dump_traceback_later()
-            since = time.monotonic()
-            os.kill(os.getpid(), signal.SIGSTOP)  # returns at SIGCONT
-            self._stopped_s += time.monotonic() - since
+    def _stop_orderly(self) -> None:
+        """SIGTSTP is answered by a thread of its own: the main one may wait in a collective for a rank
+        that has stopped already, and the watchdog's for its store."""
+        read, write = self._wakeup = os.pipe()
+        os.set_blocking(write, False)
+        signal.signal(signal.SIGTSTP, lambda number, frame: None)  # else the number is not written
+        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        self._stopper = threading.Thread(target=self._stop_when_told, args=(read,), daemon=True)
+        self._stopper.start()
+
+    def _stop_when_told(self, read: int) -> None:
+        while numbers := os.read(read, 1):
+            if numbers[0] == signal.SIGTSTP:
+                with self._lock:  # nobody arms the timer again or looks at the clock before
+                    faulthandler.cancel_dump_traceback_later()
+                    since = time.monotonic()
+                    # Stops all threads, and this one before the call returns, which is at SIGCONT.
+                    signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
+                    self._stopped_s += time.monotonic() - since
+            elif not numbers[0]:
+                return
 
     def _now(self) -> float:
         """Seconds on a clock that stands still while the process is stopped."""

@@ -35,8 +35,18 @@ def end(folder: Path, ranks: list[BaseProcess]) -> tuple[list[int | None], str]:
     return codes, "".join((folder / f"{rank}.out").read_text() for rank in range(WORLD))
 
 
+def suspend(folder: Path, ranks: list[BaseProcess]) -> None:
+    """One after the other, as the nodes of a job are, while some wait for the rest in a collective."""
+    assert wait_for(lambda: all((folder / f"{rank}.there").exists() for rank in range(WORLD)))
+    time.sleep(0.3)
+    (folder / "stop").touch()
+    for process in ranks:
+        os.kill(process.pid, signal.SIGTSTP)
+        time.sleep(0.3)
+
+
 def go_on_after(seconds: float, processes: list[BaseProcess]) -> None:
-    """Lets processes that have stopped themselves go on."""
+    """Lets processes that were stopped go on."""
     state = lambda p: Path(f"/proc/{p.pid}/stat").read_text().rsplit(") ", 1)[1][0]  # noqa: E731
     assert wait_for(lambda: all(state(p) == "T" for p in processes))
     time.sleep(seconds)
@@ -49,6 +59,7 @@ def outcome(tmp_path_factory) -> Callable[[str, int], tuple[list[int | None], st
     """(exit codes, what the ranks said, stacks) of a job; all run at once, since they mostly wait."""
     folders = {fault: tmp_path_factory.mktemp("job") for fault in FAULTS}
     jobs = {fault: begin(folder, *fault) for fault, folder in folders.items()}
+    suspend(folders["suspend", -1], jobs["suspend", -1])
     go_on_after(TIMEOUT_S + 2, jobs["suspend", -1])
     done = {
         fault: (*end(folders[fault], job), folders[fault] / "stacks") for fault, job in jobs.items()
