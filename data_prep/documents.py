@@ -1,7 +1,7 @@
 """Map task 1: a unit of input -> tokenised documents on disk. Duplicates and the selection.
 
-A document's fate depends on the hash of its text alone: held out or not, how often it is used,
-dropped when an earlier document has the same text. So the held-out split is the same for every
+A document's fate depends on the hash of its text alone: held out or not, how often it is used. Of
+documents with the same text one stays. So the held-out split is the same for every
 recipe over the same text, and no worker needs to know of another.
 """
 
@@ -56,7 +56,10 @@ class Context:
         return self.folder / f"unit-{number:05d}.arrays"
 
     def bucket_file(self, number: int) -> Path:
-        return self.folder / f"duplicates-{number:03d}-of-{self.buckets:03d}.arrays"
+        # Which of equal documents stays hangs on the weights, which the folder's name does not tell.
+        weights = blake2b(repr([s.weight for s in self.sources]).encode(), digest_size=4)
+        name = f"duplicates-{number:03d}-of-{self.buckets:03d}-{weights.hexdigest()}.arrays"
+        return self.folder / name
 
 
 @cache

@@ -159,6 +159,31 @@ def test_a_source_of_low_weight_does_not_take_texts_from_another(
     assert used[high] == 40 and used[1 - high] == 0
 
 
+def test_other_weights_choose_anew_among_equal_documents(
+    tmp_path: Path, small_units: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in a folder whose documents an earlier build left there, tokenised and compared."""
+    text = write_texts(tmp_path / "text", files=30)
+    recipe = recipe_file(tmp_path, text)
+
+    def sources(*weights: float) -> str:
+        entries = (
+            f"{{kind: text, name: s{n}, path: {text}, weight: {w}}}" for n, w in enumerate(weights)
+        )
+        return f"sources=[{', '.join(entries)}]"
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("data_prep.pipeline._build_set", killed)
+        build(recipe, sources(1.0, 0.1))
+    assert list((tmp_path / "run/shards/.documents").rglob("duplicates-*"))
+    index = read_index(build(recipe, sources(0.1, 1.0)) / "len64")
+    used = [s["documents_trained_on"] + s["documents_held_out"] for s in index["sources"]]
+    assert used == [0, 30]
+
+
 def test_held_out_split_is_of_the_text_alone(tmp_path: Path, small_units: None) -> None:
     """Same documents held out whatever the seed, length, weights, order of files or objective."""
     text = write_texts(tmp_path / "text", files=30)
