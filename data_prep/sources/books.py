@@ -59,14 +59,25 @@ _CLOSERS = "\"'”’)]_*"
 
 
 def strip_gutenberg(text: str) -> str:
-    """The book without Project Gutenberg's header, licence and footer (LF line ends)."""
+    """The book (or books, one behind the other) without Project Gutenberg's headers, licences and
+    footer (LF line ends)."""
     start = _START.search(text[:60_000]) or _SMALL_PRINT.search(text[:60_000])
     if start:
         text = text[start.end() :]
-    if end := _END.search(text):  # in a short book the licence is most of the text
-        text = text[: end.start()]
-    if end := _LAST_WORDS.search(text, len(text) // 2):  # before that a book may speak of it
-        text = text[: end.start()]
+    kept, at = [], 0
+    while end := _END.search(text, at):  # in a short book the licence is most of the text
+        kept.append(text[at : end.start()])
+        if not (another := _START.search(text, end.end())):
+            text = "\n\n".join(kept)
+            break
+        at = another.end()
+    else:
+        text = "\n\n".join([*kept, text[at:]])
+    for words in _LAST_WORDS.finditer(text):
+        last = "\n\n" not in text[words.start() :].strip()
+        if last or words.start() >= len(text) // 2:  # before that a book may speak of it
+            text = text[: words.start()]
+            break
     if start:
         text = text.lstrip("\n ")
         while True:  # "Produced by ..." and transcriber's notes come first

@@ -119,6 +119,18 @@ def test_the_licence_goes_however_short_the_book_is(size, licence, last_words, t
     assert strip_gutenberg(text_).strip() == body.strip()
 
 
+@pytest.mark.parametrize("count", [2, 3])
+def test_books_behind_one_another_are_all_kept(count) -> None:
+    """Of the text between them, from one's end to the next one's start, nothing."""
+    bodies = [f"Sentence one of book {n}.\n\nAnd sentence two of it." for n in range(count)]
+    text_ = "".join(
+        f"Header {n}\n*** START OF THE PROJECT GUTENBERG EBOOK A BOOK ***\n\n{body}\n\n"
+        f"*** END OF THE PROJECT GUTENBERG EBOOK A BOOK ***\n\n{'A licence. ' * 4000}\n"
+        for n, body in enumerate(bodies)
+    )
+    assert strip_gutenberg(text_).split() == "\n\n".join(bodies).split()
+
+
 def test_a_book_may_speak_of_project_gutenberg() -> None:
     text_ = "One.\n\nEnd of Project Gutenberg is what he called it.\n\n" + "More of it.\n\n" * 20
     assert strip_gutenberg(text_) == text_
