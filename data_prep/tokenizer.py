@@ -73,6 +73,9 @@ class Tokenizer:
             ids, counts = self._cache.encode(sentences)
         else:
             ids, counts = flatten(self.backend, sentences, self.dtype)
+            # Other models than BERT's WordPiece may find such a name in their own vocabulary.
+            controls = [number for role, number in self.special_ids.items() if role != "unk"]
+            ids[np.isin(ids, controls)] = self.special_ids["unk"]
         offsets = np.zeros(len(sentences) + 1, dtype=np.int64)
         np.cumsum(counts, out=offsets[1:])
         return ids, offsets
