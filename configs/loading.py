@@ -44,29 +44,28 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
             or without time.
     """
     recipe = _load(Recipe, _find(path, "recipes"), overrides)
-    _expand_home(recipe)
-    if not recipe.work_dir:
-        recipe.work_dir = f"runs/{recipe.name}"
+    sources = {f"sources.{number}.path": source for number, source in enumerate(recipe.sources)}
+    # But for vocab.file, which a finished vocabulary was stamped with as it is written: its reader
+    # expands it.
+    _expand_home({
+        "work_dir": recipe,
+        "prep.abbreviations": recipe.prep,
+        "checkpoint.init_from": recipe.checkpoint,
+        "train.probe": recipe.train,
+        "train.shards_dir": recipe.train,
+        **sources,
+    })  # fmt: skip
     recipe.shards = recipe.shards or {DEFAULT_SET: ShardsConfig()}
     check_ranges(recipe)
     check_together(recipe)
     return recipe
 
 
-def _expand_home(recipe: Recipe) -> None:
+def _expand_home(sections: dict[str, Any]) -> None:
     """`~/x` is below the home folder, which no shell has said of a file's words or after `key=`.
 
-    But for vocab.file, which a finished vocabulary was stamped with as it is written: its reader
-    expands it.
+    sections: what holds it, by key.
     """
-    sections: dict[str, Any] = {
-        "work_dir": recipe,
-        "prep.abbreviations": recipe.prep,
-        "checkpoint.init_from": recipe.checkpoint,
-        "train.probe": recipe.train,
-        "train.shards_dir": recipe.train,
-        **{f"sources.{number}.path": source for number, source in enumerate(recipe.sources)},
-    }
     for name, section in sections.items():
         key = name.rpartition(".")[2]
         if (text := getattr(section, key)).startswith("~"):
@@ -78,7 +77,9 @@ def _expand_home(recipe: Recipe) -> None:
 
 def load_profile(path: str | Path, overrides: Sequence[str] = ()) -> Profile:
     """The site profile at `path` or named in configs/profiles; errors as `load_recipe`."""
-    return _load(Profile, _find(path, "profiles"), overrides)
+    profile = _load(Profile, _find(path, "profiles"), overrides)
+    _expand_home({"stage_shards_to": profile})
+    return profile
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -175,7 +176,9 @@ def _read_layers(
         )
     base = values.pop("base", None)
     if base:
-        base_path = path.parent / base
+        if not isinstance(base, str):
+            raise UserError(f"{path}: base={base} is no file", "name one YAML file")
+        base_path = path.parent / Path(base).expanduser()
         if not base_path.is_file():
             raise UserError(f"{path}: base={base}: no such file", "base is relative to this file")
         _read_layers(base_path, layers, (*seen, path.resolve()))
@@ -193,9 +196,16 @@ def _build(schema: type[T], layers: list[tuple[str, dict[str, Any]]]) -> T:
             key = getattr(error, "full_key", None) or getattr(error, "key", "") or ""
             text = (getattr(error, "msg", None) or str(error)).splitlines()[0]
             if origin.startswith("override "):  # inside a list OmegaConf tells only the key's end
-                key = origin.split("'")[1].partition("=")[0]
+                key = origin.removeprefix("override ")[1:].partition("=")[0]
             raise UserError(f"{origin}: {key}: {text}", _expected(schema, str(key))) from None
-    return cast(T, OmegaConf.to_object(merged))
+    try:
+        if "work_dir" in merged and not merged.work_dir:
+            merged.work_dir = "runs/${name}"
+        return cast(T, OmegaConf.to_object(merged))
+    except OmegaConfBaseException as error:
+        text = (getattr(error, "msg", None) or str(error)).splitlines()[0]
+        remedy = "${key} and ${oc.env:NAME,else} are put in; write \\${ for text that keeps it"
+        raise UserError(f"{getattr(error, 'full_key', None) or 'a key'}: {text}", remedy) from None
 
 
 def _apply_list_overrides(merged: Any, values: dict[str, Any], origin: str) -> dict[str, Any]:
@@ -205,7 +215,7 @@ def _apply_list_overrides(merged: Any, values: dict[str, Any], origin: str) -> d
         if OmegaConf.is_list(current) and isinstance(value, dict):
             items = cast(list[Any], OmegaConf.to_container(current))
             for index, change in value.items():
-                if not str(index).isdigit() or int(index) >= len(items):
+                if not str(index).isdecimal() or int(index) >= len(items):
                     raise UserError(
                         f"{origin}: {key}.{index} does not exist",
                         f"{key} has {len(items)} entries, counted from 0",
@@ -236,6 +246,9 @@ def _check_keys(schema: Any, values: Any, origin: str, prefix: str) -> None:
         for key, item in items:
             _check_keys(inner, item, origin, f"{prefix}{key}.")
         return
+    if schema is str and isinstance(values, list | dict):  # OmegaConf would write it as Python does
+        key = prefix.removesuffix(".")
+        raise UserError(f"{origin}: {key}={values} is no text", "quote a text that holds `: `")
     if not (isinstance(schema, type) and is_dataclass(schema)) or not isinstance(values, dict):
         return
     hints = get_type_hints(schema)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from configs import Recipe, UserError, load_profile, load_recipe
@@ -40,6 +40,7 @@ def test_a_text_is_emptied_by_an_override():
 WORD = st.from_regex(r"[+.0-9]?[\w/][\w/.:+%-]*[\w/]", fullmatch=True)
 
 
+@settings(deadline=None)
 @given(WORD.filter(lambda word: word.lower() != "null"))
 @example("24:00:00")
 @example("012345")
@@ -263,3 +264,51 @@ def test_every_recipe_key_has_a_reader(repo):
             if f".{field.name}" not in code and f'"{field.name}"' not in code:
                 dead.append(f"{schema.__name__}.{field.name}")
     assert not dead
+
+
+def test_the_home_folder_of_a_profile_and_of_a_base(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert load_profile("cpu", ["stage_shards_to=~/x"]).stage_shards_to == f"{tmp_path}/x"
+    (tmp_path / "base.yaml").write_text("nodes: 3\n")
+    (tmp_path / "site.yaml").write_text("base: ~/base.yaml\n")
+    assert load_profile(tmp_path / "site.yaml").nodes == 3
+
+
+def test_an_empty_work_dir_is_that_of_the_name_also_where_other_keys_use_it():
+    recipe = load_recipe("demo", ["work_dir=", "name=other"])
+    assert recipe.work_dir == "runs/other"
+    assert all(source.path.startswith("runs/other/text/") for source in recipe.sources)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("setup: ['source ${NOWHERE}/bin/activate']", r"setup\[0\]: .*NOWHERE"),
+        ("environment: {A: '${B:-1}'}", "environment.A: "),
+        ("setup: [echo foo: bar]", "setup.0=.* is no text"),
+        ("environment: {A: {b: c}}", "environment.A=.* is no text"),
+        ("base: [a]", "base=.* is no file"),
+        ("base: {a: b}", "base=.* is no file"),
+    ],
+)
+def test_texts_of_a_profile_that_mean_something_else_are_named(tmp_path, text, message):
+    file = tmp_path / "site.yaml"
+    file.write_text(text + "\n")
+    with pytest.raises(UserError, match=message):
+        load_profile(file)
+
+
+def test_a_text_keeps_what_a_shell_is_to_put_in(tmp_path):
+    (tmp_path / "site.yaml").write_text(r"setup: ['source \${HOME}/bin/activate']")
+    assert load_profile(tmp_path / "site.yaml").setup == ["source ${HOME}/bin/activate"]
+
+
+@pytest.mark.parametrize("value", ["'x'", '"x"', "x'y"])
+def test_a_wrong_value_in_quotes_does_not_hide_its_key(value):
+    with pytest.raises(UserError, match=r"phases\.0\.steps: "):
+        load_recipe("demo", [f"phases.0.steps={value}"])
+
+
+def test_an_index_that_is_no_number_is_named():
+    with pytest.raises(UserError, match="phases.² does not exist"):
+        load_recipe("demo", ["phases.²=1"])
