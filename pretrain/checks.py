@@ -205,7 +205,7 @@ def _check_checkpoint(recipe: Recipe, plan: Plan) -> None:
             folder = resolve(recipe.checkpoint.init_from)
             meta = read_meta(folder)
             _check_meta(meta, plan, "checkpoint.init_from")
-            plan.origin = _origin(meta) or str(folder)
+            plan.origin = str(meta.get("imported", {}).get("from", folder))
             # An imported model knows no fingerprint, but its tokenizer lies beside it.
             vocab = folder.resolve() / "../../../vocab/tokenizer.json"
             if not meta.get("tokenizer_fingerprint") and vocab.is_file():
@@ -225,7 +225,7 @@ def _check_checkpoint(recipe: Recipe, plan: Plan) -> None:
         )
     if "state" not in meta and not absent:
         raise UserError(f"{folder} has no optimiser and schedule state", "resume from an older one")
-    plan.origin = _origin(meta)
+    plan.origin = str(meta.get("origin") or meta.get("imported", {}).get("from", ""))
     first, named = "", recipe.checkpoint.init_from
     if "recipe" in meta:
         first = meta["recipe"].get("checkpoint", {}).get("init_from", "")
@@ -236,10 +236,6 @@ def _check_checkpoint(recipe: Recipe, plan: Plan) -> None:
     if named not in ("", first):
         plan.warnings.append(f"checkpoint.init_from={named} is not read: {folder} is gone on from")
     recipe.checkpoint.init_from = first  # what is recorded with the next checkpoint stays true
-
-
-def _origin(meta: Mapping[str, Any]) -> str:
-    return str(meta.get("origin") or meta.get("imported", {}).get("from", ""))
 
 
 def _newest(plan: Plan, found: list[tuple[int, Path]]) -> tuple[int, Path, dict[str, Any]] | None:

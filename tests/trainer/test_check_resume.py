@@ -231,6 +231,8 @@ def test_what_a_training_started_from_stays_recorded(run, tmp_path):
     first = checkpoint(fresh(run, tmp_path / "first"), imported={"from": "google/bert"})
     found = plan(run, f"checkpoint.init_from={first}")
     assert found.origin == "google/bert" and not found.warnings
+    later = checkpoint(fresh(run, tmp_path / "later"), origin="google/bert")
+    assert plan(run, f"checkpoint.init_from={later}").origin == str(later)  # and not its origin
     recipe = checks.to_dict(found.recipe)
     folder = checkpoint(run, recipe=recipe, origin=found.origin)
     for named, said in (("", 0), (first, 0), (run, 1)):
