@@ -18,7 +18,7 @@ from typing import Any
 
 from configs import UserError, say
 from pretrain.downstream.kinds import LABELLED, Row, find, pick
-from pretrain.downstream.tasks import Task
+from pretrain.downstream.tasks import TASKS, Task
 
 
 def read_text(file: Path) -> str:
@@ -199,6 +199,8 @@ def check_columns(rows: list[Row], task: Task, origin: str, split: str) -> None:
     if task.kind == "question":  # its rows have been put together by read_squad
         return
     named = {"first": task.first} if task.kind != "choice" else {}  # endings have fixed names
+    if task.second and task.second != TASKS["classify"].second:  # which may be there or not
+        named["second"] = task.second
     if split in LABELLED:
         named["label"] = task.label
     for number, row in enumerate(rows, 1):

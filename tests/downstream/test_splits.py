@@ -119,6 +119,7 @@ CSV = "text,topic,label\na,x,1\nb,y,0\n"
     [
         ("classify", {"label": "stars"}, CSV, "example 1 has none of the columns stars", "--label"),
         ("classify", {"first": "body"}, CSV, "example 1 has none of the columns body", "--first"),
+        ("classify", {"second": "body"}, CSV, "example 1 has none of the columns body", "--second"),
         ("classify", {}, '{"text": "a", "label": 1}\n{"text": "b", "topic": 1}\n', "example 2", "--label"),
         ("ner", {}, '{"tokens": ["a"], "topic": ["O"]}\n', "example 1 has none of", "--label"),
         ("sts-b", {}, '{"sentence1": "a", "sentence2": "b", "topic": 1}\n', "example 1", "--label"),
