@@ -38,6 +38,7 @@ _REFUSED = {
     errno.EPERM: "choose a place that you may read and write",
     errno.EROFS: "this file system is read-only: {}",
     errno.ENOSPC: "the disk is full: free some of it; the same command goes on",
+    errno.EFBIG: "files may not be that large here (ulimit -f): {}",
     errno.EDQUOT: "your quota is full: free some of it; the same command goes on",
     errno.ENOTDIR: "a part of this path is a file: {}",
     errno.ENAMETOOLONG: "a name in this path is too long: {}",
@@ -52,7 +53,8 @@ def refusal(error: OSError, elsewhere: str = "choose another place") -> UserErro
     elsewhere: how the command at hand is told another place.
     """
     remedy = _REFUSED.get(error.errno or 0)
-    if remedy is None or error.filename is None and error.errno != errno.ENOSPC:
+    written = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of which a write knows no name
+    if remedy is None or error.filename is None and error.errno not in written:
         return None
     where = f"{error.filename}: " if error.filename else ""
     return UserError(f"{where}{error.strerror}", remedy.format(elsewhere))

@@ -96,7 +96,7 @@ class _Frames(io.RawIOBase):
     def _decompressed(self) -> Iterator[bytes]:
         frame, data = None, b""
         while data := data or self._source.read(ZST_STEP):
-            frame = frame or zstandard.ZstdDecompressor().decompressobj()
+            frame = frame or zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
             if part := frame.decompress(data):  # an empty one would mean the file's end
                 yield part
             data = frame.unused_data

@@ -107,7 +107,7 @@ def json_rows(
         try:
             row = json.loads(line)
             text = row[key]
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise UserError(
                 f"{piece.path}: a line is not JSON with a {key!r}: {line[:60]!r}", remedy
             ) from error

@@ -180,7 +180,10 @@ class Writer:
                 "free some disk or lower checkpoint.keep; the same command goes on from the last one",
             )
         name = f"rank-{rank:05d}-of-{world:05d}.safetensors"
-        checksums = write_boxes(folder / name, boxes)
+        try:
+            checksums = write_boxes(folder / name, boxes)
+        except OSError as error:  # of a write, which knows no name
+            raise OSError(error.errno, error.strerror, str(folder / name)) from None
         size = (folder / name).stat().st_size
         sync_folder(folder)
         # Rank 0 gives the folder its name once it has seen them all: it may be gone behind this.

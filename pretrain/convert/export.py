@@ -184,6 +184,8 @@ def _warn_of_another_vocabulary(opened: Opened) -> None:
 
     from tokenizers import Tokenizer
 
+    if (opened.path / "config.json").is_file():  # an export, where it may have been patched
+        return
     wanted = opened.meta.get("tokenizer_fingerprint")
     file = opened.tokenizer / "tokenizer.json"
     if not file.is_file():
@@ -211,6 +213,6 @@ def _parser() -> argparse.ArgumentParser:
     add("run", metavar="RUN", help="work_dir, train folder, or one step-... checkpoint folder")
     add("out", metavar="OUT", help="the Hugging Face folder to write")
     add("--dtype", default="fp32", choices=tuple(DTYPES), help="of the weights on disk")
-    add("--vocab", default="", help="tokenizer folder; default: the run's vocab/")
+    add("--vocab", default="", help="vocab.txt or tokenizer folder; default: the run's vocab/")
     add("--shard-gb", type=float, default=2.0, help="split weights above this size")
     return parser
