@@ -330,7 +330,7 @@ def test_ctrl_c_waits_for_the_save_and_says_so_in_the_exit_code(tmp_path):
         "signal.signal(signal.SIGINT, lambda *_: told.append(1))\n"
         "pathlib.Path(sys.argv[1], 'started').touch()\n"
         "while not told: time.sleep(0.05)\n"
-        "time.sleep(1)\n"
+        "time.sleep(1)  # the save\n"
         "pathlib.Path(sys.argv[1], 'saved').touch()\n"
         "sys.exit(75)\n"
     )

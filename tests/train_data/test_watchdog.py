@@ -245,7 +245,7 @@ def catch_and_go_on(folder: Path) -> None:
         raise ValueError("this recipe does not work")
     except ValueError as error:
         dog.fail(error)
-    time.sleep(2.5)
+    time.sleep(2.5)  # longer than a watchdog still at work would let it be silent
 
 
 def test_zero_turns_it_off(tmp_path, left) -> None:

@@ -43,7 +43,7 @@ def test_a_gpu_that_torch_cannot_use_is_replaced_only_where_a_cpu_will_do(
     from pretrain import starting
 
     if torch.cuda.is_available():
-        pytest.skip("torch can use this machine's GPU")
+        pytest.skip("needs a machine whose GPU, if any, torch cannot use")
     found = plan(run, world=size)
     found.device, found.recipe.train.precision = "cuda", precision  # as nvidia-smi lets one think
     if refused:
