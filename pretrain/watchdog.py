@@ -154,10 +154,16 @@ class Watchdog:
     def _stop_orderly(self) -> None:
         """SIGTSTP is answered by a thread of its own: the main one may wait in a collective for a rank
         that has stopped already, and the watchdog's for its store."""
-        read, write = self._wakeup = os.pipe()
+        read, write = os.pipe()
         os.set_blocking(write, False)
+        others = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        if others != -1:  # a notebook's event loop hears of its signals there
+            signal.set_wakeup_fd(others)
+            os.close(read)
+            os.close(write)
+            return
+        self._wakeup = read, write
         signal.signal(signal.SIGTSTP, lambda number, frame: None)  # else the number is not written
-        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         self._stopper = threading.Thread(target=self._stop_when_told, args=(read,), daemon=True)
         self._stopper.start()
 

@@ -238,6 +238,21 @@ def test_a_process_that_catches_its_error_is_left_alone(tmp_path) -> None:
     assert "error" not in (tmp_path / "out").read_text()
 
 
+def test_a_host_that_hears_of_its_signals_itself_goes_on_doing_so(tmp_path) -> None:
+    """As a notebook's event loop does."""
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    before = signal.set_wakeup_fd(write)
+    try:
+        dog = Watchdog(tmp_path, 30.0)
+        dog.close()
+        assert signal.set_wakeup_fd(before) == write
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(read)
+        os.close(write)
+
+
 def catch_and_go_on(folder: Path) -> None:
     dog = Watchdog(folder, 1.0, poll_s=0.1)
     dog.running()
