@@ -123,6 +123,14 @@ def _orthogonal(times: float, beta1: float = 0.9) -> list[str]:
     return [*_LATE_PAIRS, f"optimizer.orthogonal_lr={times:g}", *momentum]
 
 
+def _short_pairs(share: float, longest: int) -> list[str]:
+    """Of `share` of the documents, in rows of at most `longest` tokens."""
+    return [
+        f"shards.mixed.single_prob={1 - share:g}",
+        f"shards.mixed.pair_max_length={longest}",
+    ]
+
+
 def _with(options: list[str], *changes: tuple[str, str]) -> list[str]:
     """The options with parts of them replaced."""
     for old, new in changes:
@@ -136,6 +144,11 @@ _ORTHOGONAL_EVEN = [
     _falling_masks("steps: 30000, until: 0.66"),
 ]
 _LARGER_BATCH = (("global_batch: 384", "global_batch: 576"), ("lr: 4.0e-3", "lr: 4.9e-3"))
+# At 768x6, with masks of 0.2 at the end.
+_DEEP = [
+    *_with(_ORTHOGONAL_EVEN, *_LARGER_BATCH, ("mask_probability: 0.15", "mask_probability: 0.2")),
+    *_shape(768, 6),
+]
 
 
 # Changes of the recipe as it was in bf16, one each, in the whole time; then, all in fp8, two rates in
@@ -188,11 +201,12 @@ ABLATIONS: dict[str, list[str]] = {
     "1024x4-orthogonal-1.4": _ORTHOGONAL_EVEN,
     "1024x4-orthogonal-1.4-dropout-0.1": [*_ORTHOGONAL_EVEN, *_DROPOUT],
     "1024x4-orthogonal-1.4-batch-576": _with(_ORTHOGONAL_EVEN, *_LARGER_BATCH),
-    "768x6-orthogonal-1.4-batch-576": [
-        *_with(
-            _ORTHOGONAL_EVEN, *_LARGER_BATCH, ("mask_probability: 0.15", "mask_probability: 0.2")
-        ),
-        *_shape(768, 6),
+    "768x6-orthogonal-1.4-batch-576": _DEEP,
+    "768x6-short-pairs-dropout": [*_DEEP, *_short_pairs(0.15, 48), *_LIGHT_DROPOUT],
+    "768x6-short-pairs": [*_DEEP, *_short_pairs(0.15, 48)],
+    "768x6-fewer-short-pairs-batch-640": [
+        *_with(_DEEP, ("global_batch: 576", "global_batch: 640")),
+        *_short_pairs(0.08, 64),
     ],
 }
 # The runs of the full time: the recipe, and the rival's settings with the best held-out loss and BLiMP.

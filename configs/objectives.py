@@ -10,6 +10,7 @@ from configs.schema import ShardsConfig
 
 PAIR_OBJECTIVES = ("nsp", "sop")  # rows of two segments and a label (shards.*.single_prob: not all)
 OBJECTIVES = (*PAIR_OBJECTIVES, "full-sentences", "doc-sentences", "single")
+SHORTEST = 8  # room for a row's special tokens and some words
 ONE_SIDED = 0.95  # share of one label from which a head learns little else than to answer it
 
 
@@ -31,16 +32,30 @@ def check_objective(model: ModelConfig, name: str, objective: str) -> None:
 
 
 def check_single(name: str, shards: ShardsConfig) -> None:
-    """single_prob mixes rows of one segment among pairs.
+    """single_prob mixes rows of one segment among pairs; pair_max_length is of the pairs among them.
 
     Raises:
-        UserError: the set `name` (of recipe.shards) has no pairs.
+        UserError: the set `name` (of recipe.shards) has no pairs, or pair_max_length is nothing that
+            rows of such a mixture could have.
     """
     if shards.single_prob and shards.objective not in PAIR_OBJECTIVES:
         raise UserError(
             f"shards.{name}.single_prob={shards.single_prob:g} with objective {shards.objective}, "
             "whose rows are single segments anyway",
             f"leave it out, or set shards.{name}.objective=nsp (or sop)",
+        )
+    longest = shards.pair_max_length
+    if longest and not shards.single_prob:
+        raise UserError(
+            f"shards.{name}.pair_max_length={longest} without single_prob: no row is a single segment, "
+            "so none would be longer",
+            f"set shards.{name}.max_length, or single_prob as well",
+        )
+    if longest and not SHORTEST <= longest <= shards.max_length:
+        raise UserError(
+            f"shards.{name}.pair_max_length={longest} is not from {SHORTEST} to "
+            f"max_length={shards.max_length}",
+            "0 = pairs as long as other rows",
         )
 
 
@@ -63,7 +78,8 @@ def balance_remedy(name: str, labels: Sequence[int]) -> str:
         need = "give more documents, of which a random B is taken, or cut them: sources.N.document=window"
     else:
         need = (
-            f"give documents of several sentences, and rows room for two: shards.{name}.max_length"
+            f"give documents of several sentences, and rows room for two: shards.{name}.max_length "
+            "(or pair_max_length)"
         )
     return (
         f"{need}; or train without a next sentence: model.nsp_head=false, with "

@@ -28,6 +28,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "shards.*.dupe_factor": (1, _ANY),
     "shards.*.short_seq_prob": _SHARE,
     "shards.*.single_prob": (0, 0.999),
+    "shards.*.pair_max_length": (0, 65535),
     "shards.*.mask_cap": (0, _ANY),
     "prep.held_out": (0, 0.999),
     "prep.workers": (0, _ANY),

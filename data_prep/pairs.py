@@ -71,11 +71,12 @@ def plan_rows(
     short_seq_prob: float,
     plan: Plan,
     single_prob: float = 0.0,
+    pair_max_length: int = 0,
 ) -> None:
     """Adds one pass over the documents `chosen` to `plan`.
 
     single_prob: the chance of a document that its rows are doc-sentences, whatever the objective
-        (not with full-sentences).
+        (not with full-sentences). pair_max_length: of rows of two segments; 0 = max_length.
     rng_of: the random numbers of a document in this pass, a function of the document alone, so
         that its rows do not depend on who builds them or on what was built before.
     """
@@ -88,7 +89,10 @@ def plan_rows(
         kind = objective
         if single_prob and rng.random() < single_prob:
             kind = "doc-sentences"
-        room = max_length - (3 if kind in PAIR_OBJECTIVES else 2)
+        if kind in PAIR_OBJECTIVES:
+            room = (pair_max_length or max_length) - 3
+        else:
+            room = max_length - 2
         target = room
         if rng.random() < short_seq_prob:
             target = 2 + int(rng.random() * (room - 1))  # 2..room

@@ -87,7 +87,7 @@ def build_group(context: SetContext, group: Group) -> dict[str, Any]:
 
         plan_rows(
             pool, chosen, rng_of, shards.objective, shards.max_length, shards.short_seq_prob, plan,
-            shards.single_prob,
+            shards.single_prob, shards.pair_max_length,
         )  # fmt: skip
     keys = _row_keys(context.seed, group, len(plan))
     order = np.argsort(keys, kind="stable")

@@ -188,7 +188,10 @@ def _check_rows(batch: pa.RecordBatch, index: dict[str, Any]) -> Iterator[tuple[
     ]
     pairs = index["objective"] in PAIR_OBJECTIVES
     if pairs:
-        mixed = index["settings"].get("shards", {}).get("single_prob", 0) > 0
+        asked = index["settings"].get("shards", {})
+        mixed = asked.get("single_prob", 0) > 0
+        longest = asked.get("pair_max_length", 0) or index["max_length"]
+        rules.append(("a pair longer than pair_max_length", (segment_b > 0) & (lengths > longest)))
         alone = (segment_b == 0) & mixed
         rules.append(("a pair without a second segment", (segment_b < 3) & ~alone))
         before = values[offsets[:-1] + np.maximum(segment_b, 1) - 1]

@@ -12,7 +12,7 @@ from configs.schema import Recipe
 from data_prep.shards import Shards
 
 # Keys that the sets of earlier versions do not name, with what these were built with.
-LATER: dict[str, Any] = {"single_prob": 0.0}
+LATER: dict[str, Any] = {"single_prob": 0.0, "pair_max_length": 0}
 
 
 def check_built(recipe: Recipe, shards: Mapping[str, Shards]) -> list[str]:

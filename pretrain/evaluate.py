@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from data_prep.shards import Shards
+    from pretrain.evaluation import Evaluator
     from pretrain.model import BertForPreTraining
 
 # Options of what is scored: option -> (which it is of, its value when left out).
@@ -29,6 +30,9 @@ _OF_SOURCE = {
     "probability": ("shards", 0.15),
     "sample": ("blimp", 1.0),
 }
+# Between a model that fine-tuned well (30%) and one whose CoLA and STS-B fell to one answer (73%;
+# bench/RESULTS.md).
+_SATURATED = 0.5
 
 
 def main(argv: Sequence[str]) -> int:
@@ -102,7 +106,7 @@ def evaluate(
 
     Returns:
         The values of `pretrain.evaluation.Evaluator.run`, those of NSP only for a model with its
-        head on rows of pairs; pseudo_perplexity, pseudo_tokens; blimp and blimp_by_term (percent),
+        head on rows of pairs; pooler_saturated of a model with that head; pseudo_perplexity, pseudo_tokens; blimp and blimp_by_term (percent),
         blimp_pairs, blimp_seconds.
     """
     import torch
@@ -214,7 +218,35 @@ def _held_out_scores(
     )
     if scorer.warning:
         say(f"note: {scorer.warning}")
-    return scorer.run(model)
+    scores = scorer.run(model)
+    if nsp:
+        scores["pooler_saturated"] = _saturated(model, scorer, device)
+        if scores["pooler_saturated"] > _SATURATED:
+            say(
+                f"note: {scores['pooler_saturated']:.0%} of the pooler's outputs lie at the ends of "
+                "their tanh; fine-tuning that starts from [CLS] may fall to one answer "
+                "(dropout in training keeps them off: bench/RESULTS.md, five minutes)"
+            )
+    return scores
+
+
+def _saturated(model: BertForPreTraining, scorer: Evaluator, device: str) -> float:
+    """Share of the pooler's outputs above 0.99 in size, of about 1,000 rows: there the tanh hands on
+    less than a fiftieth of the gradient."""
+    import torch
+
+    rows = high = outputs = 0
+    with torch.no_grad():
+        for micro in scorer.batches():
+            first = micro.first_positions[: micro.rows].to(device)
+            hidden = model.encode(micro.map(lambda t: t.to(device)))[first]
+            pooled = model.bert.pooler(hidden, model.s.kernels).abs()
+            high += int((pooled > 0.99).sum())
+            outputs += pooled.numel()
+            rows += micro.rows
+            if rows >= 1000:
+                break
+    return high / max(outputs, 1)
 
 
 def _blimp_scores(

@@ -18,6 +18,9 @@ SAID = {
     "shards.len128.dupe_factor=0": "shards.len128.dupe_factor=0 is out of range",
     "shards.len128.short_seq_prob=2": "shards.len128.short_seq_prob=2.0 is out of range",
     "shards.len128.single_prob=1": "shards.len128.single_prob=1.0 is out of range",
+    "shards.len128.pair_max_length=200": "pair_max_length=200 is not from 8 to max_length=128",
+    "shards.len128.pair_max_length=7": "pair_max_length=7 is not from 8",
+    "shards.len128.pair_max_length=-1": "pair_max_length=-1 is out of range",
     "shards.len128.mask_cap=128": "shards.len128.mask_cap=128 is not below max_length=128",
     "shards.len128.objective=nps": "shards.len128.objective=nps is not known",
     "prep.held_out=1": "prep.held_out=1.0 is out of range",
@@ -56,6 +59,7 @@ def test_a_recipe_that_contradicts_itself_is_refused_when_it_is_loaded(override:
             ["shards.more={single_prob: 0.5, objective: single}"],
             "more.single_prob=0.5 with objective",
         ),
+        (["shards.more={pair_max_length: 32}"], "more.pair_max_length=32 without single_prob"),
         (["optimizer.trust_ratio_min=2", "optimizer.trust_ratio_max=1"], "is above"),
     ],
 )

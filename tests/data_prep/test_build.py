@@ -99,6 +99,16 @@ def test_single_segments_among_pairs(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert f"labels {index['labels'][0]} / {index['labels'][1]}, {alone} without" in said
 
 
+def test_short_pairs_among_longer_single_segments(tmp_path: Path) -> None:
+    body = (
+        "shards: {s: {max_length: 64, single_prob: 0.6, pair_max_length: 24, short_seq_prob: 0}}\n"
+    )
+    folder = build(recipe_file(tmp_path, write_texts(tmp_path / "text", files=40), body))
+    for shards in (open_checked(folder / "s"), held_out(folder / "s")):
+        pairs = shards.rows(np.arange(shards.num_rows)).segment_b > 0
+        assert pairs.any() and shards.lengths[pairs].max() <= 24 < shards.lengths[~pairs].max()
+
+
 def test_static_masks(tmp_path: Path) -> None:
     body = "shards: {s: {max_length: 64, static_masks: true}}\n"
     recipe = recipe_file(tmp_path, write_texts(tmp_path / "text", files=30), body)

@@ -39,11 +39,14 @@ def rows_of(
     content: list[int] | None = None,
     follows: list[bool] | None = None,
     single: float = 0.0,
+    pair: int = 0,
 ) -> tuple[list[tuple[list[int], int, int]], Plan, Pool]:
     """(tokens, segment_b, label) of every row."""
     pool, plan = pool_of(corpus, content, follows), Plan()
     draws = lambda document: Random(f"{seed}/{document}")  # noqa: E731
-    plan_rows(pool, list(range(len(corpus))), draws, objective, max_length, short, plan, single)
+    plan_rows(
+        pool, list(range(len(corpus))), draws, objective, max_length, short, plan, single, pair
+    )
     rows = assemble(pool.tokens, plan, np.arange(len(plan)), CLS, SEP, objective in ("nsp", "sop"))
     cut = zip(rows.offsets[:-1], rows.offsets[1:], rows.segment_b, rows.next_sentence_label)
     return [(rows.tokens[a:b].tolist(), int(s), int(n)) for a, b, s, n in cut], plan, pool
@@ -318,6 +321,22 @@ def test_a_document_gives_pairs_or_single_segments(
         assert len(tokens) <= max_length and tokens.count(SEP) == pieces
         assert (start_b > 0) == (pieces == 2)
         assert tokens[start_b - 1] == SEP if start_b else label == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(corpora, st.sampled_from(["nsp", "sop"]), st.integers(8, 60), st.integers(0, 99))
+def test_pairs_shorter_than_other_rows(
+    corpus: Corpus, objective: str, pair_max_length: int, seed: int
+) -> None:
+    """A document's rows are those that it would have where every row had the length of its kind."""
+    _, plan, pool = rows_of(corpus, objective, 80, 0.3, seed, single=0.5, pair=pair_max_length)
+    expected = Plan()
+    for number in range(len(corpus)):
+        rng = Random(f"{seed}/{number}")
+        alone = rng.random() < 0.5
+        kind, longest = ("doc-sentences", 80) if alone else (objective, pair_max_length)
+        plan_rows(pool, [number], lambda _, rng=rng: rng, kind, longest, 0.3, expected)
+    assert vars(plan) == vars(expected)
 
 
 def test_the_share_of_single_segments() -> None:

@@ -282,6 +282,8 @@ def test_rows_of_one_segment_belong_only_where_the_settings_put_them(tmp_path: P
     labelled, pairs, lost = folder("labelled"), folder("pairs"), folder("lost")
     rows_change(label)(labelled)
     assert any("a label without a second segment" in p for p in check_folder(labelled))
+    index_change(lambda index: index["settings"]["shards"].update(pair_max_length=9))(pairs)
+    assert any("a pair longer than pair_max_length" in p for p in check_folder(pairs))
     index_change(lambda index: index["settings"].pop("shards"))(pairs)
     assert any("a pair without a second segment" in p for p in check_folder(pairs))
     rows = open_shards(lost).rows(np.arange(50))  # a pair that lost its B is missed in the count

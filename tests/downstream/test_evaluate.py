@@ -294,3 +294,15 @@ def test_options_of_what_is_not_scored_are_refused(
     source = {"blimp": str(blimp_file(tmp_path)), "shards": str(shards)}[given]
     with pytest.raises(UserError, match=f"{idle.partition('=')[0]} without --"):
         main([str(tiny_model), f"--{given}", source, idle])
+
+
+@pytest.mark.parametrize("scale, saturated", [(0.0, 0.0), (1e4, 1.0)])
+def test_a_saturated_pooler_is_told(
+    scale: float, saturated: float, tmp_path: Path, tiny_model: Path, shards: Path, capsys
+) -> None:
+    def pooler(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {k: v * scale if "pooler.dense.weight" in k else v for k, v in tensors.items()}
+
+    scores = evaluate(copy_with(tiny_model, tmp_path / "model", pooler), held_out(shards))
+    assert scores["pooler_saturated"] == pytest.approx(saturated, abs=0.02)
+    assert ("may fall to one answer" in capsys.readouterr().out) == (saturated > 0)

@@ -28,9 +28,9 @@ PHASES = (
     "phases=[{shards: s, steps: 2, global_batch: 4}, {shards: auto, steps: 2, global_batch: 4}]"
 )
 CHANGED = {"max_length": 48, "objective": "sop", "dupe_factor": 1, "short_seq_prob": 0.2,
-           "single_prob": 0.5, "mask_cap": 8, "static_masks": "true"}  # fmt: skip
+           "single_prob": 0.5, "pair_max_length": 32, "mask_cap": 8, "static_masks": "true"}  # fmt: skip
 THERE = {"max_length": 64, "objective": "nsp", "dupe_factor": 2, "short_seq_prob": 0.1,
-         "single_prob": 0.0, "mask_cap": 9, "static_masks": False}  # fmt: skip
+         "single_prob": 0.0, "pair_max_length": 0, "mask_cap": 9, "static_masks": False}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -58,19 +58,25 @@ def test_what_was_built_is_trained_on_without_its_text(recipe: Path) -> None:
 
 @pytest.mark.parametrize("key", [field.name for field in fields(ShardsConfig)])
 def test_other_settings_than_the_set_was_built_with_are_refused(recipe: Path, key: str) -> None:
+    # Without single segments a length of pairs has no meaning.
+    mixed = ["shards.s.single_prob=0.5"] if key == "pair_max_length" else []
     with pytest.raises(UserError, match=r"shards/s was built with other settings") as caught:
-        plan(recipe, f"shards.s.{key}={CHANGED[key]}")
+        plan(recipe, *mixed, f"shards.s.{key}={CHANGED[key]}")
     now = True if key == "static_masks" else CHANGED[key]
-    assert caught.value.what.endswith(f"\n  shards.s.{key}: {THERE[key]} there, {now} now")
+    lines = caught.value.what.splitlines()[1:]
+    assert f"  shards.s.{key}: {THERE[key]} there, {now} now" in lines
+    assert len(lines) == 1 + len(mixed)
     assert "drop the override" in caught.value.remedy and "build" in caught.value.remedy
 
 
-def test_a_set_of_before_single_prob_has_no_single_segments(recipe: Path) -> None:
+def test_a_set_of_before_single_segments_has_none(recipe: Path) -> None:
     shards = plan(recipe).shards["s"]
     del shards.index["settings"]["shards"]["single_prob"]
-    found = load_recipe(recipe, ["shards.s.single_prob=0.3"])
-    with pytest.raises(UserError, match=r"shards\.s\.single_prob: 0\.0 there, 0\.3 now"):
+    del shards.index["settings"]["shards"]["pair_max_length"]
+    found = load_recipe(recipe, ["shards.s.single_prob=0.3", "shards.s.pair_max_length=32"])
+    with pytest.raises(UserError, match=r"single_prob: 0\.0 there, 0\.3 now") as refused:
         check_built(found, {"s": shards})
+    assert "pair_max_length: 0 there, 32 now" in refused.value.what
     assert check_built(load_recipe(recipe, []), {"s": shards}) == []
 
 
