@@ -16,7 +16,7 @@ from configs.cli import add_recipe
 from configs.console import duration
 from configs.model import model_flops, parameter_count
 from configs.objectives import PAIR_OBJECTIVES
-from configs.schema import Recipe
+from configs.schema import Recipe, ShardsConfig
 
 MEASURED = Path(__file__).resolve().parent.parent / "bench" / "results" / "measured.jsonl"
 # Mean over maximum length of sentence pairs from books; Wikipedia's are 0.91 at 128, 0.72 at 512.
@@ -188,13 +188,22 @@ def not_planned(recipe: Recipe, fill: float) -> list[str]:
             f"{recipe.vocab.size:,} tokens (vocab.size) are planned"
         )
     for name in dict.fromkeys(phase.shards for phase in recipe.phases):
-        kind = recipe.shards[name].objective
-        if kind not in PAIR_OBJECTIVES and not fill and not built_fill(recipe, name):
+        other = _unlike_published(recipe.shards[name])
+        if other and not fill and not built_fill(recipe, name):
             notes.append(
-                f"shards.{name} is not built yet: its rows ({kind}) are planned to be as full as "
-                "sentence pairs are; --fill says how full"
+                f"shards.{name} is not built yet: its rows ({other}) are planned to be as full as "
+                "the published pairs are; --fill says how full"
             )
     return notes
+
+
+def _unlike_published(shards: ShardsConfig) -> str:
+    """What makes rows as full as FILL does not say; "" for pairs as published with BERT."""
+    usual = ShardsConfig()
+    keys = ("short_seq_prob", "single_prob", "pair_max_length")
+    changed = [f"{k} {v:g}" for k in keys if (v := getattr(shards, k)) != getattr(usual, k)]
+    kind = [shards.objective] if shards.objective not in PAIR_OBJECTIVES else []
+    return ", ".join(kind + changed)
 
 
 def _ended_by(recipe: Recipe, plan: Plan) -> str:

@@ -38,18 +38,20 @@ def check_single(name: str, shards: ShardsConfig) -> None:
         UserError: the set `name` (of recipe.shards) has no pairs, or pair_max_length is nothing that
             rows of such a mixture could have.
     """
-    if shards.single_prob and shards.objective not in PAIR_OBJECTIVES:
-        raise UserError(
-            f"shards.{name}.single_prob={shards.single_prob:g} with objective {shards.objective}, "
-            "whose rows are single segments anyway",
-            f"leave it out, or set shards.{name}.objective=nsp (or sop)",
-        )
     longest = shards.pair_max_length
+    if shards.objective not in PAIR_OBJECTIVES:
+        for key in ("single_prob", "pair_max_length"):
+            if value := getattr(shards, key):
+                raise UserError(
+                    f"shards.{name}.{key}={value:g} with objective {shards.objective}, "
+                    "whose rows are single segments anyway",
+                    f"leave it out, or set shards.{name}.objective=nsp (or sop)",
+                )
     if longest and not shards.single_prob:
         raise UserError(
-            f"shards.{name}.pair_max_length={longest} without single_prob: no row is a single segment, "
-            "so none would be longer",
-            f"set shards.{name}.max_length, or single_prob as well",
+            f"shards.{name}.pair_max_length={longest} with single_prob=0: all rows are pairs, so none "
+            "would be longer",
+            f"set shards.{name}.max_length instead and pair_max_length=0, or single_prob as well",
         )
     if longest and not SHORTEST <= longest <= shards.max_length:
         raise UserError(
@@ -57,6 +59,11 @@ def check_single(name: str, shards: ShardsConfig) -> None:
             f"max_length={shards.max_length}",
             "0 = pairs as long as other rows",
         )
+
+
+def pairs_at_most(pair_max_length: int) -> str:
+    """Behind "rows of at most N tokens"."""
+    return f" (pairs at most {pair_max_length})" if pair_max_length else ""
 
 
 def one_sided(labels: Sequence[int]) -> str:
@@ -70,24 +77,24 @@ def one_sided(labels: Sequence[int]) -> str:
     return f"{kind} in {max(labels):,} of {rows:,} pairs"
 
 
-def balance_remedy(name: str, labels: Sequence[int]) -> str:
-    """What gives the rows of set `name` both labels, or needs none."""
+def balance_remedy(name: str, labels: Sequence[int], pair_max_length: int = 0) -> str:
+    """What gives the rows of set `name`, built with that pair_max_length, both labels, or needs none."""
     if not sum(labels):
         need = f"lower shards.{name}.single_prob, or give more documents"
     elif labels[0] > labels[1]:
         need = "give more documents, of which a random B is taken, or cut them: sources.N.document=window"
     else:
-        need = (
-            f"give documents of several sentences, and rows room for two: shards.{name}.max_length "
-            "(or pair_max_length)"
-        )
+        key = "pair_max_length" if pair_max_length else "max_length"
+        need = f"give documents of several sentences, or a pair room for two: raise shards.{name}.{key}"
     return (
         f"{need}; or train without a next sentence: model.nsp_head=false, with "
         f"shards.{name}.objective=full-sentences built anew"
     )
 
 
-def check_labels(model: ModelConfig, name: str, labels: Sequence[int]) -> list[str]:
+def check_labels(
+    model: ModelConfig, name: str, labels: Sequence[int], pair_max_length: int = 0
+) -> list[str]:
     """Notes of a set of pairs whose labels are nearly all the same.
 
     Raises:
@@ -98,6 +105,7 @@ def check_labels(model: ModelConfig, name: str, labels: Sequence[int]) -> list[s
         raise UserError(
             f"shards.{name} lacks a next-sentence label ({wrong}), and model.nsp_head=true would "
             "learn one constant answer from it",
-            balance_remedy(name, labels),
+            balance_remedy(name, labels, pair_max_length),
         )
-    return [f"shards.{name}: {wrong}; {balance_remedy(name, labels)}"] if wrong else []
+    remedy = balance_remedy(name, labels, pair_max_length)
+    return [f"shards.{name}: {wrong}; {remedy}"] if wrong else []

@@ -74,7 +74,9 @@ class ShardsConfig:
     short_seq_prob: float = 0.1  # per document, as published with BERT
     # Per document, among the pairs of `nsp` and `sop`: rows as doc-sentences, which have no label.
     single_prob: float = 0.0
-    pair_max_length: int = 0  # longest row of two segments among such; 0 = max_length
+    # Longest row of two segments where single_prob > 0; 0 = max_length. Shorter pairs are more pairs,
+    # and of `nsp` most have a random B (77% of those of 48 tokens): one sentence fills half a row.
+    pair_max_length: int = 0
     # Predictions a row at most; 0 = ceil(highest masking rate x max_length): 20 of 128, 77 of 512.
     mask_cap: int = 0
     static_masks: bool = False  # write masks into the shard instead of drawing them in training

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from configs import UserError, say
-from data_prep.shard_index import HELD_OUT
+from configs.objectives import pairs_at_most
+from data_prep.shard_index import HELD_OUT, built_shards
 from data_prep.shards import Rows, Shards, open_shards
 
 MEANING = {
@@ -57,9 +58,10 @@ def overview(shards: Shards) -> str:
     """A few lines about the whole set."""
     index = shards.index
     full = index["tokens"] / max(1, index["rows"] * shards.max_length)
+    short = built_shards(index).get("pair_max_length", 0)
     lines = [
         f"{shards.folder}: {shards.objective}, {shards.num_rows:,} rows of at most "
-        f"{shards.max_length} tokens in {len(index['parts'])} parts",
+        f"{shards.max_length} tokens{pairs_at_most(short)} in {len(index['parts'])} parts",
         f"  {index['tokens']:,} tokens ({100 * full:.0f}% of the length is used), at most "
         f"{shards.mask_cap} predictions a row, masks {'static' if index['static_masks'] else 'drawn in training'}",
     ]

@@ -21,6 +21,7 @@ import numpy as np
 from configs import Recipe, UserError, make_folder, say
 from configs.files import lock_folder, read_json
 from configs.loading import difference
+from configs.objectives import pairs_at_most
 from data_prep.arrays import load_arrays
 from data_prep.documents import (
     DOCUMENTS_PER_BUCKET,
@@ -212,7 +213,8 @@ def _build_set(plan: Plan, name: str, counts: list[dict[str, Any]], executor: Ex
         folder / ".build", folder,
     )  # fmt: skip
     if executor.is_lead:
-        say(f"{name}: {shards.objective} rows of at most {shards.max_length} tokens")
+        short = pairs_at_most(shards.pair_max_length)
+        say(f"{name}: {shards.objective} rows of at most {shards.max_length} tokens{short}")
 
     def start() -> tuple[list[Group], list[dict[str, Any]]]:
         make_folder(context.work)

@@ -14,6 +14,7 @@ from configs import Recipe, UserError, say
 from configs.loading import difference
 from configs.masking import highest_rate
 from configs.schema import ShardsConfig, SourceConfig
+from data_prep.shard_index import built_shards
 
 # Modules that cannot change what a build writes.
 _NO_INFLUENCE = {
@@ -90,7 +91,8 @@ def set_changes(index: dict[str, Any], now: dict[str, Any], shards: ShardsConfig
     cap = index["mask_cap"]
     if not shards.mask_cap and not shards.static_masks and cap > now["shards"]["mask_cap"]:
         now = now | {"shards": now["shards"] | {"mask_cap": cap}}
-    return difference(index["settings"], now)
+    there = index["settings"] | {"shards": built_shards(index)}
+    return difference(there, now)
 
 
 def mask_cap(recipe: Recipe, name: str) -> int:

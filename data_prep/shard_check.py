@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from configs import Progress, UserError
 from configs.objectives import PAIR_OBJECTIVES
-from data_prep.shard_index import HELD_OUT, INDEX, LENGTHS, file_digest, read_index
+from data_prep.shard_index import HELD_OUT, INDEX, LENGTHS, built_shards, file_digest, read_index
 from data_prep.shards import Layout
 
 # Files a shard folder may hold beside what its index names.
@@ -188,7 +188,7 @@ def _check_rows(batch: pa.RecordBatch, index: dict[str, Any]) -> Iterator[tuple[
     ]
     pairs = index["objective"] in PAIR_OBJECTIVES
     if pairs:
-        asked = index["settings"].get("shards", {})
+        asked = built_shards(index)
         mixed = asked.get("single_prob", 0) > 0
         longest = asked.get("pair_max_length", 0) or index["max_length"]
         rules.append(("a pair longer than pair_max_length", (segment_b > 0) & (lengths > longest)))

@@ -105,6 +105,16 @@ def read_index(folder: Path) -> dict[str, Any]:
     return cast(dict[str, Any], index)
 
 
+# What the rows of sets were made with that were built before a recipe could say so.
+_BEFORE: dict[str, Any] = {"single_prob": 0.0, "pair_max_length": 0}
+
+
+def built_shards(index: dict[str, Any]) -> dict[str, Any]:
+    """recipe.shards.NAME as the set was built from it; {} of rows that no recipe made."""
+    there: dict[str, Any] = index["settings"].get("shards", {})
+    return _BEFORE | there if there else {}
+
+
 def is_set(folder: Path) -> bool:
     """Whether a folder is a shard folder, be it one that lacks its index or all of its parts."""
     if (folder / LENGTHS).is_file() or any(folder.glob("part-*.arrow")):

@@ -8,7 +8,7 @@ from typing import Any
 
 from configs import say
 from configs.objectives import PAIR_OBJECTIVES, balance_remedy, one_sided
-from data_prep.shard_index import HELD_OUT, read_index
+from data_prep.shard_index import HELD_OUT, built_shards, read_index
 
 SAID_UNKNOWN, TOO_UNKNOWN = 0.01, 0.1  # shares of a source's tokens; English under its own: 0.0001
 EXAMPLES = 5  # of unknown words
@@ -40,9 +40,10 @@ def report(folder: Path) -> None:
             )
     wrong = one_sided(labels) if pairs else ""
     if wrong:
+        remedy = balance_remedy(folder.name, labels, built_shards(index).get("pair_max_length", 0))
         say(
             f"note: {folder.name}: {wrong}, so that a next-sentence head would learn one answer"
-            f"\n  -> {balance_remedy(folder.name, labels)}"
+            f"\n  -> {remedy}"
         )
 
 

@@ -9,10 +9,8 @@ from typing import Any
 from configs.errors import UserError
 from configs.loading import difference
 from configs.schema import Recipe
+from data_prep.shard_index import built_shards
 from data_prep.shards import Shards
-
-# Keys that the sets of earlier versions do not name, with what these were built with.
-LATER: dict[str, Any] = {"single_prob": 0.0, "pair_max_length": 0}
 
 
 def check_built(recipe: Recipe, shards: Mapping[str, Shards]) -> list[str]:
@@ -32,10 +30,7 @@ def check_built(recipe: Recipe, shards: Mapping[str, Shards]) -> list[str]:
     notes = []
     for name, opened in shards.items():
         built = opened.index["settings"]
-        there = built.get("shards", {})
-        if "max_length" in there:  # else no build of a recipe
-            there = LATER | there
-        changes = _changes(there, _asked(recipe, name), f"shards.{name}.")
+        changes = _changes(built_shards(opened.index), _asked(recipe, name), f"shards.{name}.")
         if changes:
             raise UserError(
                 f"{opened.folder} was built with other settings:\n  " + "\n  ".join(changes),

@@ -30,8 +30,8 @@ _OF_SOURCE = {
     "probability": ("shards", 0.15),
     "sample": ("blimp", 1.0),
 }
-# Between a model that fine-tuned well (30%) and one whose CoLA and STS-B fell to one answer (73%;
-# bench/RESULTS.md).
+# Between a model that fine-tuned well (30%) and one whose CoLA and STS-B fell to one answer (73%), both
+# on sentences of CoLA (bench/RESULTS.md).
 _SATURATED = 0.5
 
 
@@ -224,8 +224,8 @@ def _held_out_scores(
         if scores["pooler_saturated"] > _SATURATED:
             say(
                 f"note: {scores['pooler_saturated']:.0%} of the pooler's outputs lie at the ends of "
-                "their tanh; fine-tuning that starts from [CLS] may fall to one answer "
-                "(dropout in training keeps them off: bench/RESULTS.md, five minutes)"
+                "their tanh: with some seeds, fine-tuning that starts from [CLS] may end at one answer\n"
+                "  -> look at single seeds of it; pretraining with dropout keeps the pooler off them"
             )
     return scores
 

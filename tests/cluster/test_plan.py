@@ -245,11 +245,17 @@ def test_command_prints_its_table(repo, tmp_path):
         assert word in done.stdout
 
 
+# What the planner has figures for.
+PUBLISHED = [
+    "optimizer.orthogonal_lr=0",
+    "shards.len128.single_prob=0",
+    "shards.len128.short_seq_prob=0.1",
+]
+
+
 def test_settings_that_are_not_predicted_are_said(capsys, tmp_path):
     def first_lines(*more):
-        plan.main(
-            ["demo", "optimizer.orthogonal_lr=0", "--gpus", "4", f"work_dir={tmp_path}", *more]
-        )
+        plan.main(["demo", *PUBLISHED, "--gpus", "4", f"work_dir={tmp_path}", *more])
         return capsys.readouterr().out.splitlines()[:3]
 
     usual = first_lines("train.kernels=auto", "train.compile=true")
@@ -271,16 +277,18 @@ ORTHOGONAL, SINGLE = "optimizer.orthogonal_lr=2", "shards.len128.objective=full-
         ([ORTHOGONAL], f"{ORTHOGONAL} will be slower and take more memory"),
         (["vocab.file=v.txt"], "vocab.file=v.txt is not made into .*: 8,192 tokens"),
         (["vocab.file=v.txt", "model.vocab_size=9000"], ""),
+        ([SINGLE], "shards.len128 is not built yet: its rows .full-sentences. are planned"),
+        ([SINGLE, "--fill", "0.99"], ""),
         (
-            [SINGLE, "shards.len128.single_prob=0"],
-            "shards.len128 is not built yet: .*full-sentences",
+            ["shards.len128.single_prob=0.75", "shards.len128.pair_max_length=32"],
+            "shards.len128 is not built yet: its rows .single_prob 0.75, pair_max_length 32. are",
         ),
-        ([SINGLE, "shards.len128.single_prob=0", "--fill", "0.99"], ""),
+        (["shards.len128.short_seq_prob=0.5"], "shards.len128 .* .short_seq_prob 0.5. are"),
         (["shards.more={objective: single}"], ""),  # no phase reads it
     ],
 )
 def test_what_the_figures_do_not_hold_for_is_said(capsys, tmp_path, more, said):
-    plan.main(["demo", "optimizer.orthogonal_lr=0", "--gpus", "4", f"work_dir={tmp_path}", *more])
+    plan.main(["demo", *PUBLISHED, "--gpus", "4", f"work_dir={tmp_path}", *more])
     note = capsys.readouterr().out.splitlines()[2]
     assert re.match(said, note) if said else note == ""
 

@@ -59,7 +59,11 @@ def test_a_recipe_that_contradicts_itself_is_refused_when_it_is_loaded(override:
             ["shards.more={single_prob: 0.5, objective: single}"],
             "more.single_prob=0.5 with objective",
         ),
-        (["shards.more={pair_max_length: 32}"], "more.pair_max_length=32 without single_prob"),
+        (["shards.more={pair_max_length: 32}"], "more.pair_max_length=32 with single_prob=0"),
+        (
+            ["shards.more={pair_max_length: 32, objective: full-sentences}"],
+            "more.pair_max_length=32 with objective full-sentences",
+        ),
         (["optimizer.trust_ratio_min=2", "optimizer.trust_ratio_max=1"], "is above"),
     ],
 )

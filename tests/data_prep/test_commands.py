@@ -25,7 +25,8 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     body = (
         "shards:\n  pairs: {max_length: 64, static_masks: true}\n"
         "  plain: {max_length: 64, objective: single}\n"
-        "  mixed: {max_length: 64, objective: sop, single_prob: 0.5, dupe_factor: 3}\n"
+        "  mixed: {max_length: 64, objective: sop, single_prob: 0.5, pair_max_length: 40,"
+        " dupe_factor: 3}\n"
     )
     text = write_texts(base / "text", files=30)
     (text / "odd.txt").write_text("The 漢 stone fell. Then 漢 again.\n")
@@ -96,6 +97,7 @@ def test_inspect_shows_segments_label_and_masks(
     said = capsys.readouterr().out
     assert f" x A and B swapped, {(starts == 0).sum()} x one segment" in said
     assert said.count(", label ") == said.count("\n  B  ") == 1 < said.count("[CLS]")
+    assert "rows of at most 64 tokens (pairs at most 40) in" in said
 
 
 def test_inspect_refuses_a_row_that_is_not_there(shards: Path) -> None:

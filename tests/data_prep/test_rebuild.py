@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -10,9 +11,11 @@ import pytest
 import data_prep.arrays
 import data_prep.pipeline
 import data_prep.shard_writer
-from configs import UserError
+from configs import UserError, load_recipe
 from configs.files import lock_folder
 from configs.loading import difference
+from data_prep.settings import set_changes
+from data_prep.shard_index import read_index
 from tests.data_prep.corpus import (
     build,
     recipe_file,
@@ -182,6 +185,19 @@ def test_a_second_build_at_the_same_time_is_refused(tmp_path: Path) -> None:
         build(recipe)
     held.close()
     build(recipe)
+
+
+def test_keys_that_came_later_are_no_difference(tmp_path: Path) -> None:
+    """The rows of a set of before are those of their defaults."""
+    recipe = recipe_file(tmp_path, write_texts(tmp_path / "text"))
+    index = read_index(build(recipe) / "len64")
+    now = json.loads(json.dumps(index["settings"]))
+    for key in ("single_prob", "pair_max_length"):
+        del index["settings"]["shards"][key]
+    shards = load_recipe(recipe, []).shards["len64"]
+    assert set_changes(index, now, shards) == []
+    now["shards"]["pair_max_length"] = 32
+    assert set_changes(index, now, shards) == ["shards.pair_max_length: 0 there, 32 now"]
 
 
 def test_difference_names_every_leaf() -> None:

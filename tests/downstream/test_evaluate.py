@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from transformers import AutoModel
 
 from configs import UserError
+from configs.schema import MaskingConfig
 from data_prep.shards import held_out
 from pretrain.convert.export import export
 from pretrain.convert.importing import import_model
 from pretrain.evaluate import evaluate, main
+from pretrain.evaluation import Evaluator
 from tests.downstream.test_blimp import blimp_file
 from tests.downstream.test_loading import copy_with
 from tests.synthetic import make_shards
@@ -296,13 +302,36 @@ def test_options_of_what_is_not_scored_are_refused(
         main([str(tiny_model), f"--{given}", source, idle])
 
 
-@pytest.mark.parametrize("scale, saturated", [(0.0, 0.0), (1e4, 1.0)])
+@pytest.mark.parametrize("share", [0.0, 0.45, 0.55, 1.0])
 def test_a_saturated_pooler_is_told(
-    scale: float, saturated: float, tmp_path: Path, tiny_model: Path, shards: Path, capsys
+    share: float, tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def pooler(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {k: v * scale if "pooler.dense.weight" in k else v for k, v in tensors.items()}
+    """As many of the outputs as transformers' pooler has above 0.99, over all micro-batches."""
+    size = len(json.loads((tiny_model / "tokenizer.json").read_text())["model"]["vocab"])
+    folder = make_shards(tmp_path / "s", rows=9, max_length=48, vocab_size=size, held_out_rows=400)
+    shutil.copyfile(tiny_model / "tokenizer.json", folder / "tokenizer.json")
+    batches = list(Evaluator(held_out(folder), MaskingConfig(), micro_batch_tokens=8192).batches())
+    assert len(batches) > 1
+    theirs = AutoModel.from_pretrained(tiny_model).eval()
 
-    scores = evaluate(copy_with(tiny_model, tmp_path / "model", pooler), held_out(shards))
-    assert scores["pooler_saturated"] == pytest.approx(saturated, abs=0.02)
-    assert ("may fall to one answer" in capsys.readouterr().out) == (saturated > 0)
+    def pooled(model: Any) -> torch.Tensor:
+        rows = []
+        for micro in batches:
+            for begin, end in pairwise(micro.cu_seqlens[: micro.rows + 1].tolist()):
+                ids, types = micro.input_ids[begin:end], micro.token_type_ids[begin:end]
+                with torch.no_grad():
+                    rows.append(model(ids[None], token_type_ids=types[None]).pooler_output[0])
+        return torch.stack(rows)
+
+    above = torch.quantile(torch.atanh(pooled(theirs)).abs().flatten()[:100_000], 1 - share)
+    scale = math.atanh(0.99) / float(above) * (1.01 if share else 0.9)
+
+    def pooler(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {k: v * scale if "pooler.dense" in k else v for k, v in tensors.items()}
+
+    scaled = copy_with(tiny_model, tmp_path / "model", pooler)
+    scores = evaluate(scaled, held_out(folder))
+    expected = (pooled(AutoModel.from_pretrained(scaled).eval()).abs() > 0.99).float().mean()
+    assert scores["pooler_saturated"] == pytest.approx(float(expected), abs=1e-3)
+    assert scores["pooler_saturated"] == pytest.approx(share, abs=0.03)
+    assert ("may end at one answer" in capsys.readouterr().out) == (share > 0.5)

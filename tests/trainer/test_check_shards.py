@@ -108,15 +108,19 @@ def test_other_sources_are_told(recipe: Path, override: str, line: str) -> None:
 
 def test_pairs_with_one_label_are_refused_with_a_next_sentence_head(tmp_path: Path) -> None:
     """One document: no random B; rows of 8 tokens: nothing but random Bs."""
-    for name, files, length, remedy in (
-        ("one", 1, 64, "give more documents"),
-        ("short", 20, 8, r"shards\.s\.max_length"),
+    pairs = "max_length: 64, single_prob: 0.5, pair_max_length: 8, mask_cap: 9"
+    for name, files, rows, remedy in (
+        ("one", 1, "max_length: 64, mask_cap: 9", "give more documents"),
+        ("short", 20, "max_length: 8", r"two: raise shards\.s\.max_length"),
+        ("short-pairs", 20, pairs, r"two: raise shards\.s\.pair_max_length"),
     ):
         (tmp_path / name).mkdir()
         text = write_texts(tmp_path / name / "text", files=files)
-        for file in text.glob("*") if length == 8 else []:  # no sentence leaves room for another
+        for file in (
+            text.glob("*") if "short" in name else []
+        ):  # no sentence leaves room for another
             file.write_text(f"{file.stem}. ".join(["A river met an old stone near it "] * 9))
-        body = SETS.replace("max_length: 64, mask_cap: 9", f"max_length: {length}")
+        body = SETS.replace("max_length: 64, mask_cap: 9", rows)
         recipe = recipe_file(tmp_path / name, text, body)
         build(recipe, "prep.held_out=0")
         with pytest.raises(
