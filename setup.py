@@ -21,7 +21,7 @@ setup(
     },
     # Ranges are wide on purpose: they resolve on Python 3.11 with torch 2.13 (CPU) and on
     # Python 3.12 with torch 2.11 (CUDA). DeepSpeed is pinned closer because exact LAMB reads
-    # where its optimizers keep each parameter's slice (see pretrain/optim/lamb.py).
+    # where its optimizers keep each parameter's slice (see pretrain/engine_deepspeed.py).
     install_requires=[
         "torch>=2.11",
         "deepspeed>=0.19.8,<0.20",

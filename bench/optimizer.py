@@ -35,7 +35,7 @@ from pretrain.parallel.slices import Shard, make_slices
 Step = Callable[[], Any]
 
 
-def tensors(preset: str, device: torch.device) -> dict[str, tuple[int, ...]]:
+def tensors(preset: str) -> dict[str, tuple[int, ...]]:
     """Shapes of the model's tensors by name."""
     config = resolve_model(ModelConfig(preset=preset, vocab_size=h.VOCAB))
     _, pieces = build(config, init=False)

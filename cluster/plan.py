@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 
 from cluster.planner.built import built_fill, built_vocabulary
@@ -39,7 +40,7 @@ def main(argv: list[str]) -> int | None:
     parser.add_argument("--network-gbit", type=float, default=400, help="of each GPU's adapter")
     parser.add_argument("--fill", type=float, default=0, help="mean row length / maximum length")
     parser.add_argument(
-        "--minutes", type=float, default=53, help="how many cards finish in this time?"
+        "--minutes", type=float, default=53, help="how many cards finish in this time? (default 53)"
     )
     arguments = parser.parse_intermixed_args(argv)
     for option, good, bounds in (
@@ -144,9 +145,10 @@ def report(
             },
         )
     size = 12 * parameter_count(m)
-    saves = sum(
-        p.updates // recipe.checkpoint.every if recipe.checkpoint.every else 1 for p in own.phases
-    )
+    every, ends = recipe.checkpoint.every, list(accumulate(p.updates for p in own.phases))
+    saves = ends[-1] // every if every else 0
+    saves += sum(end % every > 0 if every else 1 for end in ends)  # a phase's end is saved too
+    held = recipe.checkpoint.keep + 1  # the oldest goes when the new one is complete
     lines += _table(
         "the whole run",
         plans,
@@ -159,8 +161,8 @@ def report(
     if limited:
         lines += [_ended_by(recipe, own), ""]
     lines.append(
-        f"a checkpoint has {size / 1e9:.1f} GB; {recipe.checkpoint.keep} kept = "
-        f"{recipe.checkpoint.keep * size / 1e9:.1f} GB of disk, {saves} written = {saves * size / 1e9:,.0f} GB"
+        f"a checkpoint has {size / 1e9:.1f} GB; {recipe.checkpoint.keep} kept and one that is written = "
+        f"{held * size / 1e9:.1f} GB of disk, {saves} written = {saves * size / 1e9:,.0f} GB"
     )
     if best is None:
         lines += ["", "NO LAYOUT FITS: more GPUs, a higher tp, or a card with more memory"]

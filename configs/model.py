@@ -11,7 +11,7 @@ from configs.errors import UserError
 class ModelConfig:
     """Post-LN BERT. Sizes left at 0 come from `preset`; `vocab_size` 0 comes from the tokenizer.
 
-    Names are those of the Hugging Face config, but for `num_layers` and `num_heads`.
+    Names are the field's; Hugging Face says num_hidden_layers, num_attention_heads and *_dropout_prob.
     """
 
     preset: str = "bert-base"

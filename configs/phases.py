@@ -21,7 +21,7 @@ def phase_ends(phases: Sequence[PhaseConfig], ended: Sequence[int] = ()) -> list
 
 
 def updates_made(meta: Mapping[str, Any]) -> list[int]:
-    """In each phase, up to the checkpoint that has this meta.json."""
+    """In each phase, up to the checkpoint that has this checkpoint.json."""
     ended, out, begin = (meta.get("state") or {}).get("phase_ends", []), [], 0
     for number, phase in enumerate((meta.get("recipe") or {}).get("phases", [])):
         end = ended[number] if number < len(ended) else begin + phase.get("steps", 0)

@@ -193,7 +193,9 @@ class GuardConfig:
     nan_patience: int = 3  # consecutive updates with a NaN or Inf loss before the run stops
     spike_factor: float = 3.0  # loss over its running median by this factor is reported as a spike
     spike_patience: int = 0  # consecutive spikes before the run stops; 0 = report only
-    hang_timeout_s: int = 60  # a rank silent for so long ends the job (after the first update)
+    hang_timeout_s: int = (
+        60  # a rank silent for so long ends the job (after the first update); 0 = never
+    )
     # saved at the next update, then left with exit code 75; a second Ctrl-C leaves at once
     # (torchrun gives a save 30 s after the first)
     save_signals: list[str] = field(default_factory=lambda: ["SIGTERM", "SIGUSR1", "SIGINT"])

@@ -24,7 +24,7 @@ from data_prep.shards import offsets_of
 from data_prep.sources import Document, Range, Tally, open_source
 from data_prep.tokenizer import Tokenizer, load
 
-BATCH_CHARACTERS = 2 << 20  # text tokenised at once
+BATCH_BYTES = 2 << 20  # UTF-8, tokenised at once
 DOCUMENTS_PER_BUCKET = 4_000_000  # duplicates are looked for in buckets of about this many
 UNKNOWN_SENTENCES = 200  # of a unit, looked at for the words behind [UNK]
 UNKNOWN_WORDS = 100  # of a unit, kept
@@ -80,7 +80,7 @@ def forget() -> None:
 
 
 class _Batch:
-    """Documents on their way through splitter and tokenizer, a megabyte at a time."""
+    """Documents on their way through splitter and tokenizer, two megabytes at a time."""
 
     def __init__(self, tokenizer: Tokenizer, splitter: Splitter) -> None:
         self.tokenizer, self.splitter = tokenizer, splitter
@@ -88,7 +88,7 @@ class _Batch:
         self.counts: list[int] = []  # sentences of each waiting document
         self.hashes: list[bytes] = []
         self.families: list[bytes] = []
-        self.characters = self.bytes = 0
+        self.waiting = self.bytes = 0
         self.tokens: list[np.ndarray] = []
         self.sentence_tokens: list[np.ndarray] = []
         self.document_sentences: list[np.ndarray] = []
@@ -116,8 +116,8 @@ class _Batch:
         self.hashes.append(digest.digest())
         self.families.append(family(document.id))
         self.bytes += size
-        self.characters += size
-        if self.characters >= BATCH_CHARACTERS:
+        self.waiting += size
+        if self.waiting >= BATCH_BYTES:
             self.flush()
 
     def flush(self) -> None:
@@ -136,7 +136,7 @@ class _Batch:
         self.document_sentences.append(kept[kept > 0].astype(np.int32))
         self.document_hashes += [h for h, k in zip(self.hashes, kept) if k]
         self.document_families += [f for f, k in zip(self.families, kept) if k]
-        self.sentences, self.counts, self.characters = [], [], 0
+        self.sentences, self.counts, self.waiting = [], [], 0
         self.hashes, self.families = [], []
 
     def _look_at_unknowns(self, values: np.ndarray, offsets: np.ndarray) -> None:

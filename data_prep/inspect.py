@@ -10,7 +10,7 @@ import numpy as np
 
 from configs import UserError, say
 from configs.objectives import pairs_at_most
-from data_prep.shard_index import HELD_OUT, built_shards
+from data_prep.shard_index import HELD_OUT
 from data_prep.shards import Rows, Shards, open_shards
 
 MEANING = {
@@ -58,7 +58,7 @@ def overview(shards: Shards) -> str:
     """A few lines about the whole set."""
     index = shards.index
     full = index["tokens"] / max(1, index["rows"] * shards.max_length)
-    short = built_shards(index).get("pair_max_length", 0)
+    short = shards.built_from.get("pair_max_length", 0)
     lines = [
         f"{shards.folder}: {shards.objective}, {shards.num_rows:,} rows of at most "
         f"{shards.max_length} tokens{pairs_at_most(short)} in {len(index['parts'])} parts",

@@ -84,7 +84,11 @@ def build_recipe(recipe: Recipe, names: list[str], executor: Executor) -> list[P
 
 
 def make_plan(recipe: Recipe, names: list[str]) -> Plan:
-    """Checks everything that can be checked, opens the sources and fingerprints their content."""
+    """Checks everything that can be checked, opens the sources and fingerprints their content.
+
+    Raises:
+        UserError: no vocabulary, another one than the recipe's, a source without text, ...
+    """
     check_recipe(recipe, names)
     vocab = Path(recipe.work_dir) / "vocab"
     if not (vocab / "tokenizer.json").is_file():

@@ -3,8 +3,8 @@ the text again.
 
 A scan finds sentence-ending marks before white space (or after them, in scripts without it); each
 is judged by the word before and the character or word after. Chosen over the libraries measured in
-bench/RESULTS.md: the best of them by F1 cut after abbreviations that the rules here know,
-and none takes a list of one's own.
+bench/RESULTS.md: the best of them by F1 cuts after abbreviations that the rules here know,
+and takes no list of one's own.
 """
 
 from __future__ import annotations

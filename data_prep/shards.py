@@ -7,7 +7,7 @@ A shard folder holds
     tokenizer.json     the tokenizer the ids come from (with its vocab.txt and tokenizer_config.json)
     README.md          lets `datasets.load_dataset(folder)` read the parts
 
-Columns: input_ids (list of uint16, or int32 for 65,536 ids and more) = [CLS] A [SEP] B [SEP];
+Columns: input_ids (list of uint16, or int32 for more than 65,536 ids) = [CLS] A [SEP] B [SEP];
 segment_b (start of B, 0 = one segment); next_sentence_label (0 = B follows A; for `sop` 0 = in
 order; of one segment 0, without meaning); with static masks masked_positions and masked_labels.
 """
@@ -27,6 +27,7 @@ from data_prep.shard_index import (
     INDEX,
     LENGTHS,
     REBUILD,
+    built_shards,
     read_index,
     unpack_bools,
 )
@@ -193,6 +194,8 @@ class Shards:
         self.lengths = (
             np.memmap(folder / LENGTHS, np.uint16, "r") if self.num_rows else np.zeros(0, np.uint16)
         )
+        # recipe.shards.NAME as the set was built from it; {} of rows that no recipe made
+        self.built_from = built_shards(index)
         self._starts = offsets_of(np.array([p["rows"] for p in index["parts"]], np.int64))
         self._parts: dict[int, _Part] = {}
 

@@ -16,7 +16,7 @@ dispatch(
         "export": ("pretrain.convert.export", "write a checkpoint as a Hugging Face folder"),
         "import": (
             "pretrain.convert.importing",
-            "make a run out of a Hugging Face or Google model",
+            "make a run out of a Hugging Face, Google or NVIDIA model",
         ),
         "evaluate": ("pretrain.evaluate", "held-out loss, accuracy, NSP and BLiMP of a model"),
         "finetune": ("pretrain.downstream.finetune", "GLUE, SQuAD, NER, SWAG or your own labels"),

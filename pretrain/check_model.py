@@ -8,7 +8,6 @@ from configs.errors import UserError
 from configs.model import ModelConfig, padded_vocab, resolve_model
 from configs.objectives import PAIR_OBJECTIVES, check_labels, check_objective
 from configs.schema import Recipe
-from data_prep.shard_index import built_shards
 from data_prep.shards import Shards
 
 
@@ -61,6 +60,6 @@ def check_model(
         if not s.num_rows:
             raise UserError(f"{s.folder} holds no rows", "give the recipe more text")
         notes += check_labels(
-            model, name, s.index["labels"], built_shards(s.index).get("pair_max_length", 0)
+            model, name, s.index["labels"], s.built_from.get("pair_max_length", 0)
         )
     return model, notes

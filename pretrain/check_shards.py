@@ -9,7 +9,6 @@ from typing import Any
 from configs.errors import UserError
 from configs.loading import difference
 from configs.schema import Recipe
-from data_prep.shard_index import built_shards
 from data_prep.shards import Shards
 
 
@@ -30,7 +29,7 @@ def check_built(recipe: Recipe, shards: Mapping[str, Shards]) -> list[str]:
     notes = []
     for name, opened in shards.items():
         built = opened.index["settings"]
-        changes = _changes(built_shards(opened.index), _asked(recipe, name), f"shards.{name}.")
+        changes = _changes(opened.built_from, _asked(recipe, name), f"shards.{name}.")
         if changes:
             raise UserError(
                 f"{opened.folder} was built with other settings:\n  " + "\n  ".join(changes),

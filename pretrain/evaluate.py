@@ -108,6 +108,10 @@ def evaluate(
         The values of `pretrain.evaluation.Evaluator.run`, those of NSP only for a model with its
         head on rows of pairs; pooler_saturated of a model with that head; pseudo_perplexity, pseudo_tokens; blimp and blimp_by_term (percent),
         blimp_pairs, blimp_seconds.
+
+    Raises:
+        UserError: no GPU where one is asked for, a model without a trained masked-LM head or with logits
+            that are not finite, rows of another tokenizer or longer than the model's positions.
     """
     import torch
     from transformers import AutoTokenizer

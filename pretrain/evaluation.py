@@ -41,6 +41,9 @@ class Evaluator:
         unigram: log probabilities of `unigram(train_shards)`; adds `unigram_loss` to the result.
         nsp: the model has a next-sentence head, whose scores are wanted.
         group: the data-parallel process group; None where dp is 1.
+
+    Raises:
+        UserError: from Packer: a row that is longer than micro_batch_tokens, ...
     """
 
     def __init__(

@@ -47,8 +47,8 @@ class LossScaler:
         self.scale = max(config.initial_loss_scale, self.floor)
         self.good = self.skipped = 0
 
-    def update(self, overflow: bool) -> bool:
-        """Takes the outcome of a backward pass; True = apply the update, False = skip it.
+    def update(self, overflow: bool) -> None:
+        """Takes the outcome of a backward pass, of which an overflow is skipped.
 
         Raises:
             TrainingStopped: `max_skipped_updates` were skipped in a row.
@@ -57,7 +57,7 @@ class LossScaler:
             self.skipped, self.good = 0, self.good + 1
             if self.good >= self.GROWTH_INTERVAL:
                 self.good, self.scale = 0, min(self.scale * 2, max(self.CEILING, self.floor))
-            return True
+            return
         self.good, self.skipped = 0, self.skipped + 1
         self.scale = max(self.scale / 2, self.floor)
         if self.skipped >= self.max_skipped:
@@ -66,7 +66,6 @@ class LossScaler:
                 "lower schedule.lr, or train with train.precision=bf16; "
                 "guard.max_skipped_updates is the patience",
             )
-        return False
 
     def state(self) -> dict[str, Any]:
         """For the checkpoint: plain numbers."""

@@ -55,7 +55,7 @@ class RecordedMicro(Micro):
 
     def __call__(self, micro: MicroBatch, batch: GlobalBatch, last: bool) -> Tensor:
         if micro.max_length != self.max_length:
-            # A new phase: its first run compiles kernels and makes what they keep.
+            # Rows of another length: the first run compiles kernels and makes what they keep.
             self.graphs.clear()
             torch.cuda.empty_cache()
             self.pool, self.max_length = torch.cuda.graph_pool_handle(), micro.max_length

@@ -78,7 +78,12 @@ class Run:
 
 
 def begin(plan: Plan) -> Run:
-    """Everything up to the first update; collective over all processes of the job."""
+    """Everything up to the first update; collective over all processes of the job.
+
+    Raises:
+        UserError: on every rank, what only the machine at hand can tell: its memory, its devices, a
+            checkpoint that cannot be read.
+    """
     recipe = plan.recipe
     device = _device(plan)
     if plan.world > 1 or _engine_name(plan) == "deepspeed":  # which wants a group, be it of one

@@ -56,7 +56,7 @@ class Telemetry:
 
     Args:
         train_dir: where log.jsonl and tensorboard/ lie. resumed: updates done before this start.
-        total: updates of the whole run. world: processes (tp x dp). device_name: of the GPU, or "".
+        total: the update at which this start ends. world: processes (tp x dp). device_name: of the GPU, or "".
         budget: its time, if that is limited.
     """
 

@@ -59,7 +59,7 @@ class Network:
 
 # gemm_peak: 8192^3 in bf16 measured on an H100 SXM. gemm_rate and gemm_bandwidth: fitted to the
 # measured rates of BERT-large's shapes (494-720 TFLOP/s, 86-93 ms for 32768 tokens). bandwidth:
-# LAMB over 334M parameters moves 42 bytes each in 4.8 ms. attention_rate: 0.47 ms a layer forward
+# LAMB over 336M parameters moves 42 bytes each in 4.8 ms. attention_rate: 0.47 ms a layer forward
 # and backward at length 128, of which 0.27 are traffic. nvlink: NCCL's bus bandwidth over NVLink 4.
 # Fitted to the runs in bench/results/measured.jsonl: hook_s (dp 2 with the DeepSpeed engine), fp8's
 # gain (128 and 512), collective_latency_s (tp 2 and 4: what a sum costs beside its bytes, start and

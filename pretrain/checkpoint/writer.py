@@ -30,7 +30,6 @@ from pretrain.checkpoint.boxes import boxes_of
 from pretrain.checkpoint.folder import (
     FORMAT,
     INDEX,
-    Damaged,
     folder_of,
     prune,
     read_json,
@@ -231,6 +230,9 @@ def save_logical(
     Args:
         tensors: Hugging Face name -> tensor (stored as fp32). meta: at least `model`, the resolved
             model config as a dict; `tokenizer_fingerprint` if known.
+
+    Raises:
+        ValueError: meta has no `model`.
     """
     final = folder_of(Path(train_dir), step)
     folder = final.with_name(f"{final.name}.partial-import")
@@ -246,6 +248,6 @@ def save_logical(
     shapes = {key: list(t.shape) for key, t in tensors.items()}
     values = {**meta, "step": step, "kinds": ["master"], "tensors": shapes, "files": files}
     if "model" not in values:
-        raise Damaged("save_logical: meta lacks `model`")
+        raise ValueError("save_logical: meta lacks `model`")
     publish(folder, final, values)
     return final

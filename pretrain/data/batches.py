@@ -154,7 +154,7 @@ class Batches:
     first_row: rows of the set that earlier phases have read; this one reads on behind them.
 
     Raises:
-        UserError: from Packer and Masker, before any row is read; an empty set.
+        UserError: from Packer, before any row is read; an empty set.
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 
 Every rank computes the same plan from the row lengths alone. A bin is one forward pass of one
 rank: rows lie end to end, without padding inside, and only the tail of a bin is empty. All bins of
-an update have one length T, taken from at most 16 lengths a run (compiled kernels and graphs are
+an update have one length T, taken from at most 16 lengths a phase (compiled kernels and graphs are
 made once per length).
 """
 
@@ -36,7 +36,7 @@ def deal(lengths: np.ndarray, bins: int) -> np.ndarray:
 
     Longest processing time first (Graham, 1969), a round at a time: the next `bins` rows in
     descending length go to the bins in ascending order of what they hold. That is as even as row
-    by row (bench/RESULTS.md) at half the time. All bins get the same number of rows, or one
+    by row (bench/RESULTS.md), and takes half the time for batches of 32,000 rows and more. All bins get the same number of rows, or one
     fewer. Early rounds need no look at the sums: they run forward and back like a snake. Where
     bins are few and small, swaps make them even almost to the token.
     """
@@ -106,7 +106,8 @@ class Plan:
 
 
 class Packer:
-    """Plans the updates of one phase. What it fixes for the run depends on the set's lengths only.
+    """Plans the updates of one phase. What it fixes for the phase depends on the set's lengths, the batch
+    and the layout only.
 
     Args:
         lengths: of all rows of the set. masked_per_token: predictions over tokens in the set.

@@ -139,7 +139,11 @@ def _parser() -> argparse.ArgumentParser:
             metavar="FILE",
             help=f"the {split} file (.tsv .csv .jsonl .conll, also .gz)",
         )
-    add("--lr", type=_numbers(float), help="default: the published grid, e.g. 5e-5,4e-5,3e-5,2e-5")
+    add(
+        "--lr",
+        type=_numbers(float),
+        help="default: the published grid, e.g. 5e-5,4e-5,3e-5,2e-5 (1e-3 with --feature-based)",
+    )
     add("--seeds", type=_numbers(int), help="default: 1")
     add("--epochs", type=float)
     add("--batch", type=int)

@@ -57,11 +57,7 @@ class Masked:
 
 
 class Masker:
-    """Draws the masks of one phase.
-
-    Raises:
-        UserError: an unknown kind, or probabilities that are none.
-    """
+    """Draws the masks of one phase."""
 
     def __init__(self, config: MaskingConfig, shards: Shards, seed: int, phase: int) -> None:
         self.config, self.seed, self.phase = config, seed, phase

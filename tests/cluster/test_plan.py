@@ -213,6 +213,17 @@ def test_a_limit_of_time_bounds_the_hours_and_the_updates(large):
     assert quick.layout == quickest(large, 64, 8, H100, NETWORK, FILLS).layout
 
 
+@pytest.mark.parametrize("every, saves", [(0, 2), (200, 45), (7038, 2), (9000, 2), (1000, 10)])
+def test_checkpoints_are_counted_as_they_are_written(capsys, tmp_path, every, saves):
+    """At every so many updates of the run (7,038 and 1,563) and at a phase's end; one more is held."""
+    options = [f"checkpoint.every={every}", "checkpoint.keep=3"]
+    plan.main(["bert-large-64k", "--gpus", "8", f"work_dir={tmp_path}", *options])
+    said = capsys.readouterr().out
+    assert f"GB of disk, {saves} written" in said
+    size = 12 * parameter_count(resolve_model(load_recipe("bert-large-64k").model, 30522)) / 1e9
+    assert f"3 kept and one that is written = {4 * size:.1f} GB" in said
+
+
 def test_what_ends_a_limited_training_is_said(capsys, tmp_path):
     def said(*more):
         plan.main(["bert-large-64k", "--gpus", "8", f"work_dir={tmp_path}", *more])

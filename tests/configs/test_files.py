@@ -8,6 +8,7 @@ import pytest
 
 from configs import UserError
 from configs.files import lock_folder, make_folder, named, publish, publish_text, read_json
+from tests.disk import disk_events
 
 
 def test_a_file_is_whole_or_as_it_was(tmp_path):
@@ -104,3 +105,13 @@ def test_paths_get_a_name(tmp_path, monkeypatch):
     assert named("x/y") == Path("x/y")
     assert named(".") == tmp_path / "in"
     assert named("..") == tmp_path
+
+
+def test_bytes_are_on_the_disk_before_a_name_says_so(tmp_path, monkeypatch):
+    """A machine that loses its power leaves a file whole or absent: its bytes go to the disk, then it
+    gets its name, then the folder goes to the disk."""
+    events = disk_events(monkeypatch)
+    publish_text(tmp_path / "f", "text")
+    (_, first), *rest = events
+    assert events[0][0] == "sync" and first.startswith(f"{tmp_path}/.f.")
+    assert rest == [("name", f"{tmp_path}/f"), ("sync", str(tmp_path))]

@@ -89,7 +89,7 @@ def test_a_checkpoint_of_before_some_keys_was_trained_without(run):
     assert minutes.endswith(": train.max_minutes: 0.0 there, 1.0 now")
 
 
-def test_missing_moments_and_missing_schedule_state_stop_the_run(run):
+def test_b41_missing_moments_and_missing_schedule_state_stop_the_run(run):
     folder = checkpoint(run)
     meta = read_meta(folder)
     write_json(folder / INDEX, {**meta, "kinds": ["master"]})

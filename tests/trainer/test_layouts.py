@@ -107,10 +107,10 @@ def worst(tensors, wanted):
 
 
 @pytest.mark.parametrize("layout", FP32, ids=str)
-def test_layout_equals_the_reference(layout, results, expected):
+def test_b37_layout_equals_the_reference(layout, results, expected):
     losses, norms, tensors = results[str(layout)]
     assert losses == pytest.approx(expected[0], abs=1e-5)
-    # B37: the global gradient norm counts replicated tensors once and sharded ones whole
+    # the global gradient norm counts replicated tensors once and sharded ones whole
     assert norms == pytest.approx(expected[1], rel=1e-5)
     assert set(tensors) == set(expected[2])
     assert worst(tensors, expected[2])[0] <= 1e-5, worst(tensors, expected[2])

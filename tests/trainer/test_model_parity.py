@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 
 from pretrain.model import build
@@ -50,6 +51,25 @@ def padded_inputs(rows):
 
 def relative(a, b):
     return float((a - b).norm() / b.norm().clamp(min=1e-12))
+
+
+def test_one_rank_has_no_collective_on_its_path(monkeypatch):
+    """Forward and backward with tp=1, in a process that belongs to a group."""
+
+    def refuse(*_, **__):
+        raise AssertionError("a collective")
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    verbs = ("reduce", "gather", "scatter", "broadcast", "all_to_all", "send", "recv", "barrier")
+    names = [n for n in dir(dist) if any(v in n for v in verbs) and callable(getattr(dist, n))]
+    assert {"all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"} <= set(names)
+    for name in names:
+        monkeypatch.setattr(dist, name, refuse)
+    config = tiny_config()
+    model, pieces = build(config)
+    out = model(pack(random_rows(4, config, 1)))
+    (out.mlm_sum + out.nsp_sum).backward()
+    assert all(piece.param.grad is not None for piece in pieces)
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -7,13 +7,14 @@ import torch
 
 from configs.log import read_log
 from configs.schema import Recipe
-from pretrain.checkpoint import latest
-from pretrain.checkpoint.folder import checkpoints
+from pretrain.checkpoint import latest, save_logical
+from pretrain.checkpoint.folder import INDEX, checkpoints
 from pretrain.checkpoint.writer import Writer
 from pretrain.engine import LeanEngine
 from pretrain.kernels import plain
 from pretrain.model import build
 from pretrain.parallel.groups import Groups
+from tests.disk import disk_events
 from tests.forked import finish
 from tests.trainer.batches import tiny_config
 from tests.trainer.runs import UPDATES, interrupt, losses, output, start, train, wait_for_step
@@ -26,6 +27,20 @@ def events(run) -> list[dict]:
 def saved(run) -> list[int]:
     """Steps of the checkpoints that the log tells of."""
     return [e["step"] for e in events(run) if e["text"] == "checkpoint"]
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """A machine that loses its power leaves it complete or absent: every file, then the folder that
+    lists them, then the name, then the folder of names."""
+    happened = disk_events(monkeypatch)
+    folder = save_logical(tmp_path / "train", {"a": torch.ones(3)}, {"model": {}})
+    named = happened.index(("name", str(folder)))
+    before = [path.rsplit("/", 1)[-1] for what, path in happened[:named] if what == "sync"]
+    data = next(name for name in before if name.endswith(".safetensors"))
+    index = next(name for name in before if INDEX in name)
+    assert before.index(data) < before.index(index) < len(before) - 1
+    assert before[-1] == f"{folder.name}.partial-import"
+    assert ("sync", str(folder.parent)) in happened[named:]
 
 
 @pytest.mark.parametrize(("accident", "size"), [("full:2", 1), ("full:2:0", 2), ("full:2:1", 2)])

@@ -15,7 +15,7 @@ import pytest
 from cluster.environment import free_port
 from configs.log import read_log
 from pretrain.checkpoint import latest, load_logical, read_meta, save_logical
-from pretrain.checkpoint.folder import checkpoints
+from pretrain.checkpoint.folder import KINDS, checkpoints
 from tests.downstream.test_blimp import blimp_file
 from tests.forked import REPO, finish
 from tests.trainer.runs import (
@@ -67,6 +67,14 @@ def test_held_out_rows_are_scored_at_start_and_end(whole):
     assert [step for step, _ in checkpoints(whole / "train")] == [30, 35, 36]
 
 
+def test_b29_every_choice_of_lamb_is_logged(whole):
+    """Of the two published variants and their bounds, which one this run takes."""
+    (line,) = [line for line in output(whole).splitlines() if line.startswith("LAMB: ")]
+    said = dict(pair.split(" ", 1) for pair in line.removeprefix("LAMB: ").split(", "))
+    asked = json.loads((whole / "train" / "recipe.json").read_text())["optimizer"]
+    assert said == {key: str(value) for key, value in asked.items()} and "trust_ratio_max" in said
+
+
 def kill_and_go_on(whole: Path, run: Path, accidents: list[str]) -> None:
     """Every accident kills the run; going on, the rest of it is the same to the last bit (B41)."""
     for accident in accidents:
@@ -77,7 +85,7 @@ def kill_and_go_on(whole: Path, run: Path, accidents: list[str]) -> None:
     assert evaluations(run) == evaluations(whole)
 
 
-def test_resume_after_kills_is_bit_equal(whole, tmp_path):
+def test_b41_resume_after_kills_is_bit_equal(whole, tmp_path):
     """Between checkpoints, inside a save, and over the change of phases (moments go on)."""
     run = fresh(whole, tmp_path / "run")
     kill_and_go_on(whole, run, ["update:8", "save:4", "update:29"])
@@ -247,8 +255,9 @@ def test_b33_nan_for_good_in_fp16_stops_and_saves_no_nan(whole, tmp_path):
     assert code == [76], output(run)
     assert "20 updates in a row" in output(run)
     assert min(losses(run, "loss_scale").values()) >= 1
-    for tensor in load_logical(latest(run / "train")).values():
-        assert tensor.isfinite().all()
+    for kind in KINDS:
+        for tensor in load_logical(latest(run / "train"), kind).values():
+            assert tensor.isfinite().all()
 
 
 def test_nan_in_full_precision_stops_after_the_patience(whole, tmp_path):
