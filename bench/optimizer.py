@@ -158,7 +158,7 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     preset = options.preset or ("bert-large" if device.type == "cuda" else "bert-mini")
     repeats = options.repeats or (20 if device.type == "cuda" else 5)
-    shapes = tensors(preset, device)
+    shapes = tensors(preset)
     entrants = {
         "Lambert LAMB": ours,
         "the same, orthogonal_lr": orthogonal,
