@@ -38,7 +38,7 @@ _REFUSED = {
     errno.EPERM: "choose a place that you may read and write",
     errno.EROFS: "this file system is read-only: {}",
     errno.ENOSPC: "the disk is full: free some of it; the same command goes on",
-    errno.EFBIG: "files may not be that large here (ulimit -f): {}",
+    errno.EFBIG: "files may not be that large here: raise `ulimit -f`",
     errno.EDQUOT: "your quota is full: free some of it; the same command goes on",
     errno.ENOTDIR: "a part of this path is a file: {}",
     errno.ENAMETOOLONG: "a name in this path is too long: {}",

@@ -137,6 +137,9 @@ def _misfit(value: Any, shape: Any, name: str = "") -> str:
     return next(filter(None, found), "")
 
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
 def publish(path: Path, write: Callable[[BinaryIO], object], durable: bool = True) -> None:
     """Writes a file beside its place, flushes it to the disk, then renames it: complete or absent.
 
@@ -152,7 +155,7 @@ def publish(path: Path, write: Callable[[BinaryIO], object], durable: bool = Tru
         temporary.replace(path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if isinstance(error, OSError) and error.errno in _FULL:
             error.filename = error.filename or str(path)  # a full disk does not say of which file
         raise
     if durable:

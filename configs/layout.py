@@ -34,13 +34,15 @@ def _check_implementation(recipe: Recipe, world: int) -> None:
     ):
         raise UserError(
             f"optimizer.implementation={name} takes each tensor's norm on one rank, which is wrong "
-            f"where tensors are cut (tp={tp}, zero_stage={recipe.parallel.zero_stage}, {world} processes)",
-            "use optimizer.implementation=lambert, or tp=1 with zero_stage=0",
+            f"where tensors are cut (engine={recipe.parallel.engine}, tp={tp}, "
+            f"zero_stage={recipe.parallel.zero_stage}, {world} processes)",
+            "use optimizer.implementation=lambert, or parallel.engine=lean with parallel.tp=1 and "
+            "parallel.zero_stage=0",
         )
     if optimizer.orthogonal_lr > 0 and name in ("deepspeed", "apex"):
         raise UserError(
             f"optimizer.implementation={name} knows no optimizer.orthogonal_lr",
-            "use optimizer.implementation=lambert, or set orthogonal_lr to 0",
+            "use optimizer.implementation=lambert, or set optimizer.orthogonal_lr=0",
         )
     if name == "deepspeed" and optimizer.bias_correction:
         raise UserError(
@@ -56,5 +58,5 @@ def _check_implementation(recipe: Recipe, world: int) -> None:
     if name == "apex" and (optimizer.trust_ratio_min or optimizer.trust_ratio_max):
         raise UserError(
             "optimizer.implementation=apex: FusedLAMB has no limits of the trust ratio",
-            "set trust_ratio_min and trust_ratio_max to 0",
+            "set optimizer.trust_ratio_min=0 and optimizer.trust_ratio_max=0",
         )

@@ -5,7 +5,7 @@ Importing this costs 0.1 s, so that a wrong key is refused before torch is impor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import yaml
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
 from configs.errors import UserError
 from configs.ranges import check_ranges
@@ -131,7 +131,9 @@ def _load(schema: type[T], path: Path, overrides: Sequence[str]) -> T:
             given = yaml.load(value, _AsWritten) if value else ""  # `key=` empties a text
             layers.append((f"override {text!r}", _nest(key.split("."), given)))
         except yaml.YAMLError as error:
-            raise UserError(f"override {text!r}: {error}", "quote the value") from None
+            quoted = f"""'{key}="{value}"'"""
+            remedy = f"quote the value inside the shell's quotes as well: {quoted}"
+            raise UserError(f"override {text!r}: {error}", remedy) from None
     return _build(schema, layers)
 
 
@@ -166,7 +168,9 @@ def _read_layers(
         raise UserError(f"{path}: `base` leads back to itself", "break the circle of base files")
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), _AsWritten) or {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8: {error}", "save it as UTF-8") from None
+    except yaml.YAMLError as error:
         raise UserError(
             f"{path}: not valid YAML: {error}", "check indentation and quotes"
         ) from None
@@ -185,6 +189,9 @@ def _read_layers(
     layers.append((str(path), values))
 
 
+_PUT_IN = "${key} and ${oc.env:NAME,else} are put in; write \\${ for text that keeps it"
+
+
 def _build(schema: type[T], layers: list[tuple[str, dict[str, Any]]]) -> T:
     merged = OmegaConf.structured(schema)
     for origin, values in layers:
@@ -197,15 +204,18 @@ def _build(schema: type[T], layers: list[tuple[str, dict[str, Any]]]) -> T:
             text = (getattr(error, "msg", None) or str(error)).splitlines()[0]
             if origin.startswith("override "):  # inside a list OmegaConf tells only the key's end
                 key = origin.removeprefix("override ")[1:].partition("=")[0]
-            raise UserError(f"{origin}: {key}: {text}", _expected(schema, str(key))) from None
+            elif (entry := _entry(schema, values)) and not str(key).startswith(entry):
+                key = f"{entry}.{key}".removesuffix(".")
+            remedy = _PUT_IN if isinstance(error, GrammarParseError) else ""
+            remedy = remedy or _expected(schema, str(key))
+            raise UserError(f"{origin}: {key}: {text}", remedy) from None
     try:
         if "work_dir" in merged and not merged.work_dir:
             merged.work_dir = "runs/${name}"
         return cast(T, OmegaConf.to_object(merged))
     except OmegaConfBaseException as error:
         text = (getattr(error, "msg", None) or str(error)).splitlines()[0]
-        remedy = "${key} and ${oc.env:NAME,else} are put in; write \\${ for text that keeps it"
-        raise UserError(f"{getattr(error, 'full_key', None) or 'a key'}: {text}", remedy) from None
+        raise UserError(f"{getattr(error, 'full_key', None) or 'a key'}: {text}", _PUT_IN) from None
 
 
 def _apply_list_overrides(merged: Any, values: dict[str, Any], origin: str) -> dict[str, Any]:
@@ -215,7 +225,12 @@ def _apply_list_overrides(merged: Any, values: dict[str, Any], origin: str) -> d
         if OmegaConf.is_list(current) and isinstance(value, dict):
             items = cast(list[Any], OmegaConf.to_container(current))
             for index, change in value.items():
-                if not str(index).isdecimal() or int(index) >= len(items):
+                if not str(index).isdecimal():
+                    raise UserError(
+                        f"{origin}: {key} is a list, and {index} is no place in it",
+                        f'in a file put "- " before each entry; in an override {key}.0.{index}=...',
+                    )
+                if int(index) >= len(items):
                     raise UserError(
                         f"{origin}: {key}.{index} does not exist",
                         f"{key} has {len(items)} entries, counted from 0",
@@ -248,7 +263,10 @@ def _check_keys(schema: Any, values: Any, origin: str, prefix: str) -> None:
         return
     if schema is str and isinstance(values, list | dict):  # OmegaConf would write it as Python does
         key = prefix.removesuffix(".")
-        raise UserError(f"{origin}: {key}={values} is no text", "quote a text that holds `: `")
+        remedy = "quote a text that holds `: ` or starts with `[` or `{`"
+        if isinstance(values, list) and len(values) > 1:
+            remedy = "give one; a source has one path, and more of them are more sources"
+        raise UserError(f"{origin}: {key}={values} is no text", remedy)
     if not (isinstance(schema, type) and is_dataclass(schema)) or not isinstance(values, dict):
         return
     hints = get_type_hints(schema)
@@ -256,9 +274,33 @@ def _check_keys(schema: Any, values: Any, origin: str, prefix: str) -> None:
     for key, value in values.items():
         if key not in known:
             near = get_close_matches(str(key), known, 1)
-            hint = f"did you mean {prefix}{near[0]}?" if near else f"known here: {', '.join(known)}"
+            below = [name for name in known if key in _keys_of(hints[name])]
+            if len(below) == 1:
+                hint = f"did you mean {prefix}{below[0]}.{key}?"
+            elif near:
+                hint = f"did you mean {prefix}{near[0]}?"
+            else:
+                hint = f"known here: {', '.join(known)}"
             raise UserError(f"{origin}: unknown key {prefix}{key}", hint)
         _check_keys(hints[key], value, origin, f"{prefix}{key}.")
+
+
+def _keys_of(schema: Any) -> Sequence[str]:
+    return [f.name for f in fields(schema)] if is_dataclass(schema) else []
+
+
+def _entry(schema: type[T], values: Mapping[str, Any]) -> str:
+    """The key at the top of a file, or its entry of a list, that cannot be merged; "" if all can.
+    OmegaConf tells only what stands below it."""
+    hints = get_type_hints(schema)
+    for key, value in values.items():
+        listed = isinstance(value, list) and get_origin(hints[key]) is list
+        for number, part in enumerate([[item] for item in value] if listed else [value]):
+            try:
+                OmegaConf.merge(OmegaConf.structured(schema), {key: part})
+            except OmegaConfBaseException:
+                return f"{key}.{number}" if listed else key
+    return ""
 
 
 def _expected(schema: Any, key: str) -> str:
@@ -272,4 +314,8 @@ def _expected(schema: Any, key: str) -> str:
             schema = get_args(schema)[-1]
             if is_dataclass(schema) and part in get_type_hints(schema):  # shards.max_length=...
                 return f"did you mean {'.'.join([*parts[:number], 'NAME', *parts[number:]])}?"
-    return f"expected {getattr(schema, '__name__', schema)}"
+    if is_dataclass(schema):
+        return f"give keys below it: {', '.join(_keys_of(schema)[:4])}, ..."
+    kind = get_origin(schema) or schema
+    words = {dict: "named entries: {NAME: {...}}", list: "a list of entries"}
+    return f"expected {words.get(kind) or getattr(kind, '__name__', kind)}"

@@ -46,8 +46,7 @@ def check_rate(number: int, phase: PhaseConfig, max_length: int, cap: int, stati
         raise UserError(
             f"{what} is {wanted} tokens of a row of {max_length}, and {shards} keeps {cap} "
             "predictions a row (mask_cap)",
-            f"lower it, or build the set anew with {shards}.mask_cap={wanted} (0 = what the highest "
-            "rate needs)",
+            f"lower it, or build the set anew with {shards}.mask_cap=0 (what the highest rate needs)",
         )
 
 

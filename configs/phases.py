@@ -43,15 +43,15 @@ def check_shares(recipe: Recipe) -> None:
             continue
         key = f"phases.{number}.until"
         what = f"{key}={phase.until:g}"
+        if number == len(recipe.phases) - 1:
+            raise UserError(
+                f"{what}, and the last phase ends when the time does",
+                f"set {key}=0, and train.max_minutes to the time that the training has, if it has one",
+            )
         if not recipe.train.max_minutes:
             raise UserError(
                 f"{what} is a share of train.max_minutes, which is 0",
                 f"set train.max_minutes, or {key}=0: the phase ends after its steps",
-            )
-        if number == len(recipe.phases) - 1:
-            raise UserError(
-                f"{what}, and the last phase ends when the time does",
-                f"set {key}=0, and train.max_minutes to the time that the training has",
             )
         if phase.until <= before:
             raise UserError(

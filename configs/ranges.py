@@ -19,20 +19,20 @@ _SHARE = (0.0, 1.0)
 # Key as it is below its section -> (lowest, highest), both allowed. Lists and named sets: `*`.
 BOUNDS: dict[str, tuple[float, float]] = {
     "seed": (0, 2**63 - 1),
-    "sources.*.weight": (1e-9, _ANY),
+    "sources.*.weight": (1e-9, 10**6),
     "sources.*.window_sentences": (2, _ANY),  # one makes no pair
-    "vocab.size": (6, 2**31 - 1),  # five special tokens and one of the text
-    "vocab.min_frequency": (1, _ANY),
-    "vocab.sample_mb": (0, _ANY),
+    "vocab.size": (6, 10**7),  # five special tokens and one of the text
+    "vocab.min_frequency": (1, 2**31 - 1),
+    "vocab.sample_mb": (0, 10**9),
     "shards.*.max_length": (8, 65535),  # lengths are uint16 in a shard
-    "shards.*.dupe_factor": (1, _ANY),
+    "shards.*.dupe_factor": (1, 10**6),
     "shards.*.short_seq_prob": _SHARE,
     "shards.*.single_prob": (0, 0.999),
     "shards.*.pair_max_length": (0, 65535),
     "shards.*.mask_cap": (0, _ANY),
     "prep.held_out": (0, 0.999),
     "prep.workers": (0, _ANY),
-    "prep.part_mb": (1, _ANY),
+    "prep.part_mb": (1, 10**6),
     "model.hidden_dropout": (0, 0.999),
     "model.attention_dropout": (0, 0.999),
     "model.num_layers": (0, _ANY),
@@ -95,6 +95,12 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 
 
+def _text(bound: float) -> str:
+    """A bound as it can be given: exactly, and a whole number without an exponent."""
+    short = f"{bound:g}"
+    return short if float(short) == bound and "e" not in short else str(bound)
+
+
 def check_ranges(config: Any, key: str = "", pattern: str = "") -> None:
     """Walks a recipe; UserError names the first number outside its bounds or not finite, or the first
     word that is not known."""
@@ -108,7 +114,11 @@ def check_ranges(config: Any, key: str = "", pattern: str = "") -> None:
         low, high = BOUNDS.get(pattern, (-_ANY, _ANY))
         odd = pattern in BOUNDS and config is not None and not low <= config <= high
         if odd or (isinstance(config, float) and not math.isfinite(config)):
-            ends = f" of {low:g} or more" if high == _ANY else f" from {low:g} to {high:g}"
+            ends = (
+                f" of {_text(low)} or more"
+                if high == _ANY
+                else f" from {_text(low)} to {_text(high)}"
+            )
             ends = ends if pattern in BOUNDS else ""
             raise UserError(f"{key}={config} is out of range", f"give a finite number{ends}")
         words = CHOICES.get(pattern, (config,))

@@ -7,6 +7,8 @@ configs/layout.py. What depends on the shards or on the machine is checked by th
 
 from __future__ import annotations
 
+import re
+
 from configs.errors import UserError
 from configs.masking import check_masking, check_rate
 from configs.objectives import check_single
@@ -31,6 +33,11 @@ def check_together(recipe: Recipe) -> None:
 
 def _check_sets(recipe: Recipe) -> None:
     for name, shards in recipe.shards.items():
+        if not re.fullmatch(r"\w[\w.-]*", name):
+            raise UserError(
+                f"shards.{name}: no name for its folder",
+                "take letters, digits, `_`, `-` and `.`, a letter or digit first",
+            )
         check_single(name, shards)
         if shards.mask_cap >= shards.max_length:
             raise UserError(

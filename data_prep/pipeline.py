@@ -277,7 +277,11 @@ def _finish(
         folder = context.folder_of(kind)
         if not own:
             remove(folder)
-            say("warning: no document was held out; raise prep.held_out to get evaluation rows")
+            if kind == HELD_OUT and context.documents.prep.held_out:
+                say(
+                    "warning: no document was held out: for evaluation rows raise prep.held_out, or give "
+                    "more documents (sources.N.document=window cuts them)"
+                )
             continue
         counts: Counter[str] = Counter()
         for group, meta in zip(groups, made):

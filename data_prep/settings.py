@@ -128,7 +128,10 @@ def check_recipe(recipe: Recipe, names: list[str]) -> None:
         )
     words = recipe.prep.abbreviations
     if words and not Path(words).is_file():
-        raise UserError(f"prep.abbreviations={words}: no such file", "one a line")
+        raise UserError(
+            f"prep.abbreviations={words}: no such file",
+            "name a file with one abbreviation a line, or leave it empty",
+        )
     for name in names:
         if name not in recipe.shards:
             known = ", ".join(recipe.shards)
@@ -154,7 +157,8 @@ def check_disk(folder: Path, need: int, what: str) -> None:
     if need > free:
         raise UserError(
             f"{folder}: {what} needs about {gigabytes(need)}, only {gigabytes(free)} are free",
-            "set work_dir to a larger disk, or lower dupe_factor or the sources' weights",
+            "set work_dir to a larger disk, or lower shards.NAME.dupe_factor or a source's weight where "
+            "they are above 1",
         )
 
 

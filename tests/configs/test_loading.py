@@ -310,5 +310,5 @@ def test_a_wrong_value_in_quotes_does_not_hide_its_key(value):
 
 
 def test_an_index_that_is_no_number_is_named():
-    with pytest.raises(UserError, match="phases.² does not exist"):
+    with pytest.raises(UserError, match="phases is a list, and ² is no place"):
         load_recipe("demo", ["phases.²=1"])
