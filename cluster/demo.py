@@ -54,6 +54,10 @@ def main(argv: list[str]) -> int:
     if "=" in options.recipe:
         options.recipe, options.overrides = "demo", [options.recipe, *options.overrides]
     recipe = load_recipe(options.recipe, options.overrides)
+    if not recipe.prep.held_out:
+        raise UserError(
+            "prep.held_out=0: the demo ends with scores of held-out rows", "set it above 0"
+        )
     Demo(recipe, options.recipe, options.overrides).run()
     return 0
 
@@ -139,7 +143,8 @@ class Demo:
             ("mlm_accuracy", "MLM accuracy"),
             ("nsp_accuracy", "NSP accuracy"),
         ):
-            say(f"  {label:<28} {first[key]:>8.3f} {last[key]:>12.3f}")
+            if key in last:  # without a next-sentence head there is none
+                say(f"  {label:<28} {first[key]:>8.3f} {last[key]:>12.3f}")
         unigram = last["unigram_loss"]
         say(f"  {'unigram distribution (nat)':<28} {unigram:>8.3f}")
         say(f"  below the unigram loss by      {unigram - last['mlm_loss']:.2f} nat")
@@ -161,6 +166,6 @@ class Demo:
         found = [record for record in read_log(log) if record.get("kind") == "eval"]
         if not found:
             raise UserError(
-                f"{log}: no held-out evaluation", "set prep.held_out above 0 and build again"
+                f"{log}: no held-out evaluation", "set prep.held_out above 0, in a new work_dir"
             )
         return found[0], found[-1]

@@ -46,6 +46,8 @@ def main(argv: list[str]) -> int | None:
     if arguments.starter == "none":
         os.environ.update(distributed_environment())
         _exec(command)
+    if arguments.processes < 1:
+        raise UserError(f"--processes {arguments.processes}", "at least 1 on each node")
     nodes, index = _nodes()
     if arguments.starter == "torchrun":
         line = _torchrun(command, nodes, index, arguments.processes)
@@ -65,7 +67,7 @@ def _exec(command: list[str]) -> None:
 
 def _nodes() -> tuple[list[str], int]:
     """The nodes of this SLURM step and which of them this is; alone outside of SLURM."""
-    if "SLURM_STEP_ID" not in os.environ:
+    if "SLURM_STEP_ID" not in os.environ or "SLURM_JOB_NODELIST" not in os.environ:
         return ["127.0.0.1"], 0
     nodes = expand(os.environ.get("SLURM_STEP_NODELIST") or os.environ["SLURM_JOB_NODELIST"])
     if int(os.environ["SLURM_NTASKS"]) != len(nodes):

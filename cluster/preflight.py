@@ -44,7 +44,8 @@ def main(argv: list[str]) -> int | None:
     report = examine(rank, Path(arguments.folder), gpus, arguments.checkpoint_gb, arguments.keep)
     problems = meet(report, env, arguments.wait)
     if rank == 0 and problems:
-        raise UserError("preflight: " + "\n           ".join(problems), _remedy(problems))
+        nodes = int(os.environ.get("SLURM_NNODES", "1"))
+        raise UserError("preflight: " + "\n           ".join(problems), remedy_of(problems, nodes))
     if problems:
         return 2
     if arguments.no_all_reduce or world == 1:
@@ -93,10 +94,13 @@ def meet(report: NodeReport, env: dict[str, str], wait_s: float) -> list[str]:
     return problems
 
 
-def _remedy(problems: list[str]) -> str:
+def remedy_of(problems: list[str], nodes: int) -> str:
+    """What to do about `HOST: problem` lines of a job on so many nodes."""
     bad = sorted({p.split(": ")[0] for p in problems if ": " in p})
     if not bad:
         return "see which of the processes above did not start: the job's log has their last lines"
+    if len(bad) >= nodes and all("GB" in p or "cannot be written" in p for p in problems):
+        return "no node is to blame: free some disk where work_dir is, or give another work_dir"
     return f"mend or leave out {', '.join(bad)}: sbatch_options: {{exclude: '{fold(bad)}'}} in the profile"
 
 

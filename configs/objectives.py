@@ -84,11 +84,13 @@ def balance_remedy(name: str, labels: Sequence[int], pair_max_length: int = 0) -
     elif labels[0] > labels[1]:
         need = "give more documents, of which a random B is taken, or cut them: sources.N.document=window"
     else:
-        key = "pair_max_length" if pair_max_length else "max_length"
+        key = "max_length"
+        if pair_max_length:
+            key = "pair_max_length (and max_length with it, where they are the same)"
         need = f"give documents of several sentences, or a pair room for two: raise shards.{name}.{key}"
     return (
         f"{need}; or train without a next sentence: model.nsp_head=false, with "
-        f"shards.{name}.objective=full-sentences built anew"
+        f"shards.{name}.objective=full-sentences (single_prob and pair_max_length 0) built anew"
     )
 
 

@@ -43,11 +43,11 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "model.type_vocab_size": (1, _ANY),
     "model.layer_norm_eps": (0, 1),
     "model.initializer_range": (1e-9, 10),
-    "model.vocab_pad_multiple": (1, _ANY),
+    "model.vocab_pad_multiple": (1, 2**20),
     "masking.probability": (1e-9, 1),
     "masking.replace_mask": _SHARE,
     "masking.replace_random": _SHARE,
-    "masking.span_max": (1, _ANY),
+    "masking.span_max": (1, 65535),
     "masking.span_p": (1e-9, 0.999999),
     "parallel.tp": (1, _ANY),
     "parallel.micro_batch_tokens": (0, _ANY),
@@ -59,7 +59,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "optimizer.trust_ratio_min": (0, _ANY),
     "optimizer.trust_ratio_max": (0, _ANY),
     "optimizer.orthogonal_lr": (0, _ANY),
-    "phases.*.global_batch": (1, _ANY),
+    "phases.*.global_batch": (1, 2**24),
     "phases.*.steps": (1, _ANY),
     "phases.*.until": (0, 0.999),
     "phases.*.mask_probability": (0, 0.999),
@@ -71,7 +71,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "guard.nan_patience": (1, _ANY),
     "guard.spike_factor": (1, _ANY),
     "guard.spike_patience": (0, _ANY),
-    "guard.hang_timeout_s": (0, _ANY),
+    "guard.hang_timeout_s": (0, 10**8),
     "train.stop_at": (0, _ANY),
     "train.max_minutes": (0, _ANY),
     "train.nsp_weight": (1e-9, _ANY),  # without pairs: model.nsp_head=false
@@ -79,7 +79,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "train.eval_rows": (0, _ANY),
     "train.probe_pairs": (0, _ANY),
     "train.log_every": (1, _ANY),
-    "train.threads": (0, _ANY),
+    "train.threads": (0, 4096),
 }
 
 

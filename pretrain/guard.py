@@ -20,6 +20,7 @@ from typing import Any
 from configs import UserError
 from configs.errors import DIVERGED_EXIT
 from configs.schema import GuardConfig
+from configs.signals import save_signal
 
 _HISTORY = 101  # losses of the running median
 _ENOUGH = 20  # of them before a spike can be told
@@ -140,7 +141,7 @@ class StopSignals:
     """
 
     def __init__(self, names: Sequence[str]) -> None:
-        self.numbers = [_signal(name) for name in names]
+        self.numbers = [save_signal(name) for name in names]
         self.received, self._at = "", 0.0
         self._before: dict[int, Any] = {}
 
@@ -165,16 +166,3 @@ class StopSignals:
             os.write(2, f"{self.received}: saving at the next update, then leaving\n".encode())
         elif number == signal.SIGINT and time.monotonic() - self._at > _SAME_S:
             raise KeyboardInterrupt
-
-
-def _signal(name: str) -> signal.Signals:
-    try:
-        number = signal.Signals[name if name.startswith("SIG") else f"SIG{name}"]
-    except KeyError:
-        raise UserError(
-            f"guard.save_signals: {name} is not a signal of this system",
-            "for example SIGTERM, SIGUSR1 or SIGUSR2",
-        ) from None
-    if number in (signal.SIGKILL, signal.SIGSTOP):
-        raise UserError(f"guard.save_signals: {name} cannot be caught", "use SIGTERM or SIGUSR1")
-    return number

@@ -151,7 +151,8 @@ def recipe_layout(recipe: Recipe, gpus: int, gpus_per_node: int, card: Card) -> 
     if model.num_heads % parallel.tp:
         raise UserError(
             f"parallel.tp={parallel.tp} does not divide the {model.num_heads} heads",
-            f"choose tp from {', '.join(str(t) for t in TP if model.num_heads % t == 0)}",
+            "choose tp from "
+            + ", ".join(str(t) for t in TP if model.num_heads % t == 0 and gpus % t == 0),
         )
     layout = Layout(
         parallel.tp,

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import re
 import shlex
+from pathlib import Path
 
 from configs import UserError
 from configs.layout import check_layout
 from configs.model import resolve_model
-from configs.objectives import check_objective
+from configs.objectives import PAIR_OBJECTIVES, check_objective
 from configs.schema import Profile, Recipe
+from configs.sharing import SMALLEST
+from configs.signals import save_signal
 
 STARTERS = ("srun", "torchrun", "deepspeed")
 SIGNALS = ("USR1", "USR2", "TERM")  # what cluster/launch.py passes on
@@ -56,7 +59,10 @@ def check_chain(recipe: Recipe, profile: Profile, per_node: int, world: int) -> 
         )
     check_layout(recipe, world)
     _check_recipe(recipe, world)
+    _check_machine(recipe, profile)
     names = [phase.name for phase in recipe.phases]
+    if not names:
+        raise UserError("phases is empty", "give at least one phase")
     if len(set(names)) < len(names) or any(shlex.quote(n) != n or "/" in n for n in names):
         raise UserError(
             f"phases are called {', '.join(names)}",
@@ -121,12 +127,47 @@ def _check_recipe(recipe: Recipe, world: int) -> None:
             )
         shards = recipe.shards[phase.shards]
         check_objective(model, phase.shards, shards.objective)
-        longest = shards.max_length
+        if shards.max_length > model.max_position_embeddings:
+            raise UserError(
+                f"shards.{phase.shards}.max_length={shards.max_length}, "
+                f"model.max_position_embeddings={model.max_position_embeddings}",
+                f"set model.max_position_embeddings to {shards.max_length} or more",
+            )
+        if shards.objective in PAIR_OBJECTIVES and model.type_vocab_size < 2:
+            raise UserError(
+                f"shards.{phase.shards} has rows of two segments, model.type_vocab_size=1",
+                "set it to 2",
+            )
+        longest = -(-shards.max_length // SMALLEST) * SMALLEST
         if 0 < parallel.micro_batch_tokens < longest:
             raise UserError(
                 f"parallel.micro_batch_tokens={parallel.micro_batch_tokens} is below the {longest} "
-                f"tokens of a row of shards.{phase.shards}",
+                f"tokens (a multiple of {SMALLEST}) of a row of shards.{phase.shards}",
                 f"use at least {longest}, or 0 for the largest that fits",
+            )
+
+
+def _check_machine(recipe: Recipe, profile: Profile) -> None:
+    """What the training's nodes would lack, as far as it can be told here."""
+    for name in recipe.guard.save_signals:
+        save_signal(name)
+    if not profile.gpus_per_node:
+        for key, value, others in (
+            ("train.precision", recipe.train.precision, ("fp16", "fp8")),
+            ("optimizer.implementation", recipe.optimizer.implementation, ("deepspeed", "apex")),
+        ):
+            if value in others:
+                raise UserError(
+                    f"{key}={value} needs a GPU; profile {profile.name}: gpus_per_node=0",
+                    f"set gpus_per_node, or another {key}",
+                )
+    for key, path in (
+        ("train.probe", recipe.train.probe),
+        ("checkpoint.init_from", recipe.checkpoint.init_from),
+    ):
+        if path and not Path(path).exists():
+            raise UserError(
+                f"{key}={path}: not there", "name what is, on a disk that every node has"
             )
 
 

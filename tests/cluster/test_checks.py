@@ -6,6 +6,7 @@ import pytest
 
 from cluster.checks import NodeReport, compare, examine, read_gpu_table, read_quota
 from cluster.environment import free_port
+from cluster.preflight import remedy_of
 
 H100 = "NVIDIA H100 80GB HBM3, 550.54, 0, 4"
 
@@ -111,3 +112,11 @@ def test_who_does_not_come_and_who_cannot_reach(repo, tmp_path):
     assert [p.returncode for p in alone] == [2, 2]
     assert "no word from rank 1" in outputs[0][1]
     assert "cannot reach the first node" in outputs[1][1]
+
+
+def test_a_shared_folder_is_no_node_to_leave_out():
+    full = [f"n{k}: 3.0 GB free at /w, the checkpoints to come need 40.0" for k in (1, 2)]
+    assert "no node is to blame" in remedy_of(full, 2)
+    assert "exclude: 'n1'" in remedy_of(full[:1], 2)
+    assert "exclude: 'n[1-2]'" in remedy_of(["n1: GPU 3 lost", "n2: GPU 1 lost"], 2)
+    assert "did not start" in remedy_of(["only 1 of 2 reported"], 2)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from cluster.demo import Demo, main
+from cluster.launch import main as launch
 from configs import UserError, load_recipe
 
 
@@ -41,3 +42,14 @@ def test_another_folder_is_filled_with_text_vocabulary_and_rows(
         main(["demo", "work_dir=there", "parallel.micro_batch_tokens=1", "prep.workers=1"])
     made = sorted(path.name for path in (tmp_path / "there").iterdir() if path.name[0] != ".")
     assert made[:3] == ["shards", "text", "vocab"] and not (tmp_path / "runs").exists()
+
+
+def test_a_demo_that_could_not_tell_its_scores_does_not_start(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="prep.held_out=0: "):
+        main(["demo", f"work_dir={tmp_path}/run", "prep.held_out=0"])
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_starter_of_no_process_is_refused() -> None:
+    with pytest.raises(UserError, match="--processes 0"):
+        launch(["--starter", "torchrun", "--processes", "0", "--", "true"])
