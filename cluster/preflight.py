@@ -99,7 +99,7 @@ def remedy_of(problems: list[str], nodes: int) -> str:
     bad = sorted({p.split(": ")[0] for p in problems if ": " in p})
     if not bad:
         return "see which of the processes above did not start: the job's log has their last lines"
-    if len(bad) >= nodes and all("GB" in p or "cannot be written" in p for p in problems):
+    if len(bad) >= nodes and all("checkpoints to come" in p for p in problems):
         return "no node is to blame: free some disk where work_dir is, or give another work_dir"
     return f"mend or leave out {', '.join(bad)}: sbatch_options: {{exclude: '{fold(bad)}'}} in the profile"
 
