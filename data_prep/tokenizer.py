@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -119,8 +120,15 @@ def load(config: VocabConfig | str | Path) -> Tokenizer:
 
 
 def train(config: VocabConfig, texts: Iterator[str]) -> Tokenizer:
-    """Trains a tokenizer of config.kind and config.size on texts."""
-    return Tokenizer(*train_model(config, texts))
+    """Trains a tokenizer of config.kind and config.size on texts.
+
+    Raises:
+        UserError: no text at all, of which most kinds would make a vocabulary; no such kind or size.
+    """
+    first = next((text for text in texts if text.strip()), None)
+    if first is None:
+        raise UserError("the sources hold no text", "check sources[].kind and path")
+    return Tokenizer(*train_model(config, chain([first], texts)))
 
 
 __all__ = ["Tokenizer", "UserError", "load", "train"]

@@ -7,11 +7,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from tokenizers import (
     AddedToken,
-    Regex,
     decoders,
     models,
     normalizers,
@@ -24,6 +22,7 @@ from tokenizers import Tokenizer as Backend
 from configs.errors import UserError
 from configs.files import read_json
 from configs.schema import VocabConfig
+from data_prep.tokenizer_pieces import merges_of, piece_steps, train_pieces
 from data_prep.training_text import spooled, without_long_words
 
 ROLES = ("pad", "unk", "cls", "sep", "mask")
@@ -297,21 +296,6 @@ def _from_json(path: Path, config: VocabConfig) -> Built:
     return backend, kind, specials, switches
 
 
-def _piece_steps(backend: Backend, charsmap: bytes, config: VocabConfig) -> None:
-    steps: list[normalizers.Normalizer] = []
-    strip = config.lowercase if config.strip_accents is None else config.strip_accents
-    if strip:
-        steps += [normalizers.NFKD(), normalizers.StripAccents()]
-    if config.lowercase:
-        steps.append(normalizers.Lowercase())
-    if charsmap:
-        steps.append(normalizers.Precompiled(charsmap))
-    steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
-    backend.normalizer = normalizers.Sequence(steps)
-    backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="always")
-    backend.decoder = decoders.Metaspace(replacement="▁", prepend_scheme="always")
-
-
 def _from_pieces(model: bytes, origin: str, config: VocabConfig) -> Built:
     from sentencepiece import sentencepiece_model_pb2
 
@@ -331,9 +315,9 @@ def _from_pieces(model: bytes, origin: str, config: VocabConfig) -> Built:
         )
     else:
         kind = "bpe"
-        merges = _merges(vocab)
+        merges = merges_of(vocab)
         backend = Backend(models.BPE(vocab, merges, unk_token=specials["unk"], fuse_unk=True))
-    _piece_steps(backend, proto.normalizer_spec.precompiled_charsmap, config)
+    piece_steps(backend, proto.normalizer_spec.precompiled_charsmap, config)
     _finish(backend, specials)
     return _settled(backend), kind, specials, _switches(config)
 
@@ -350,49 +334,5 @@ def _settled(backend: Backend) -> Backend:
     return backend
 
 
-def _merges(vocab: dict[str, int]) -> list[tuple[str, str]]:
-    """SentencePiece lists BPE pieces by rank; a merge is every way to make a piece of two others."""
-    merges = []
-    for piece, rank in vocab.items():
-        ways = [
-            (vocab[piece[:cut]], vocab[piece[cut:]], piece[:cut], piece[cut:])
-            for cut in range(1, len(piece))
-            if piece[:cut] in vocab and piece[cut:] in vocab
-        ]
-        merges += [(rank, *way) for way in sorted(ways)]
-    return [(left, right) for *_, left, right in sorted(merges, key=lambda merge: merge[0])]
-
-
 def _train_pieces(config: VocabConfig, texts: Iterator[str]) -> Built:
-    import io
-
-    import sentencepiece
-
-    probe = Backend(models.Unigram())
-    _piece_steps(probe, b"", config)
-    assert probe.normalizer is not None
-    model = io.BytesIO()
-    options: dict[str, Any] = {
-        "model_type": config.kind,
-        "vocab_size": config.size,
-        "character_coverage": 0.9995,
-        "pad_id": 0,
-        "unk_id": 1,
-        "bos_id": -1,
-        "eos_id": -1,
-        "pad_piece": "<pad>",
-        "unk_piece": "<unk>",
-        "control_symbols": ["[CLS]", "[SEP]", "[MASK]"],
-        "max_sentence_length": 1 << 20,
-        "num_threads": 1,  # more of them would sum in another order each time
-        "minloglevel": 2,
-    }
-    normalized = map(probe.normalizer.normalize_str, texts)
-    try:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=normalized, model_writer=model, **options
-        )
-    except RuntimeError as error:
-        reason = str(error).strip().splitlines()[-1]
-        raise UserError(f"vocab.size={config.size}: {reason}", "choose another size") from None
-    return _from_pieces(model.getvalue(), "the trained vocabulary", config)
+    return _from_pieces(train_pieces(config, texts), "the trained vocabulary", config)
