@@ -13,7 +13,8 @@ from configs.cli import add_recipe
 from configs.files import lock_folder, read_json
 from configs.loading import difference
 
-STAMP = "vocab.json"
+STAMP = "vocab.json"  # also what byte-level BPE calls its vocabulary, which has no settings in it
+SHOWN = 8  # lines of what differs
 
 
 def main(argv: list[str]) -> int | None:
@@ -46,6 +47,7 @@ def make_vocab(recipe: Recipe) -> Path:
     settings: dict[str, Any] = {"vocab": asdict(recipe.vocab)}
     if recipe.vocab.file:
         tokenizer = load(recipe.vocab)
+        make_folder(folder)
         settings["fingerprint"] = tokenizer.fingerprint
         sources = []
     else:
@@ -59,17 +61,25 @@ def make_vocab(recipe: Recipe) -> Path:
             for number, (source, units) in enumerate(zip(sources, ranges))
         }
     stamp = folder / STAMP
-    if stamp.is_file():
-        changes = difference(read_json(stamp, f"delete {folder} to make it anew"), settings)
-        if changes:
-            shown = "\n  ".join(changes)
+    there = read_json(stamp, f"move {folder} away to make it anew") if stamp.is_file() else {}
+    if isinstance(there.get("vocab"), dict):
+        if not (folder / "tokenizer.json").is_file():
+            raise UserError(
+                f"{folder}/tokenizer.json is missing",
+                f"delete {folder} and run the same command again",
+            )
+        if changes := difference(there, settings):
+            more = [f"and {len(changes) - SHOWN:,} more"] if len(changes) > SHOWN else []
+            shown = "\n  ".join(changes[:SHOWN] + more)
             raise UserError(
                 f"{folder} holds a vocabulary made from something else:\n  {shown}",
                 f"set another work_dir, or delete {folder} (shards made with it become stale)",
             )
         say(f"{folder} is complete ({load(folder).vocab_size:,} tokens)")
         return folder
-    if (folder / "tokenizer.json").is_file():  # an imported model's, or put there by hand
+    if (
+        folder / "tokenizer.json"
+    ).is_file() and not there:  # an imported model's, or put there by hand
         if recipe.vocab.file and load(folder).fingerprint == tokenizer.fingerprint:
             publish_json(stamp, settings)
             say(f"{folder} is the tokenizer of vocab.file already")
@@ -77,6 +87,11 @@ def make_vocab(recipe: Recipe) -> Path:
         raise UserError(
             f"{folder} holds a tokenizer that this command did not make",
             f"keep it with vocab.file={folder}/tokenizer.json, or move it away to make another",
+        )
+    if any(folder.iterdir()):  # what this command makes appears by one rename
+        raise UserError(
+            f"{folder} holds files that this command did not make",
+            "move them away, or keep a tokenizer among them with vocab.file=PATH in another work_dir",
         )
     if not recipe.vocab.file:
         tokenizer = train(recipe.vocab, sample_text(recipe, sources, ranges))

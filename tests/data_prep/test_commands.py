@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -16,7 +17,7 @@ from configs import UserError
 from data_prep import audit, inspect, sample, vocab
 from data_prep.shard_index import read_index
 from data_prep.shards import open_shards
-from tests.data_prep.corpus import build, recipe_file, run, write_texts
+from tests.data_prep.corpus import build, recipe_file, run, tree, write_texts
 
 
 @pytest.fixture(scope="module")
@@ -159,6 +160,87 @@ def test_vocab_is_made_once_and_refused_when_stale(
         vocab.main([recipe, f"vocab.file={place}/vocab/tokenizer.json"])
         assert "is the tokenizer of vocab.file already" in capsys.readouterr().out
         (tmp_path / "run" / "vocab" / "vocab.json").unlink()
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"vocab.txt": "[PAD]\n", "mine.txt": "notes"},
+        {"vocab.json": json.dumps({"vocab": 0} | {f"w{n}": n for n in range(1, 999)})},
+        {"vocab.json": '{"a": 0}', "tokenizer.json": "{}"},
+        {".hidden": ""},
+        {"folder/a.txt": ""},
+    ],
+)
+@pytest.mark.parametrize("given", [(), ("vocab.file=",)])
+def test_vocab_replaces_nothing_it_did_not_make(
+    tmp_path: Path, files: dict[str, str], given: tuple[str, ...]
+) -> None:
+    recipe = recipe_file(tmp_path, write_texts(tmp_path / "text", files=5))
+    folder = tmp_path / "run" / "vocab"
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    before = tree(folder)
+    with pytest.raises(UserError, match="holds files that this command did not make") as caught:
+        vocab.main([str(recipe), *given])
+    assert "another work_dir" in caught.value.remedy and len(str(caught.value)) < 600
+    assert tree(folder) == before
+
+
+def test_a_killed_vocab_is_made_at_the_second_try(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = recipe_file(tmp_path, write_texts(tmp_path / "text", files=5))
+    rename = Path.rename
+    for place in ("data_prep.tokenizer.Tokenizer.save", "pathlib.Path.rename"):
+
+        def killed(self: object, to: Path, place: str = place) -> None:
+            if "rename" not in place:
+                (to / "vocab.txt").write_text("half")
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(place, killed)
+            vocab.main([str(recipe)])
+    assert Path.rename is rename
+    vocab.main([str(recipe)])
+    assert (tmp_path / "run/vocab/tokenizer.json").is_file()
+
+
+def test_a_vocabulary_that_lost_its_tokenizer_is_not_complete(tmp_path: Path) -> None:
+    """`build` asked for `vocab`, which said that all was there."""
+    recipe = recipe_file(tmp_path, write_texts(tmp_path / "text", files=5))
+    vocab.main([str(recipe)])
+    folder = tmp_path / "run" / "vocab"
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(UserError, match=r"vocab/tokenizer\.json is missing") as caught:
+        vocab.main([str(recipe)])
+    assert caught.value.remedy == f"delete {folder} and run the same command again"
+    shutil.rmtree(folder)
+    vocab.main([str(recipe)])
+    assert (folder / "tokenizer.json").is_file()
+
+
+def test_many_differences_are_cut(tmp_path: Path) -> None:
+    recipe = str(recipe_file(tmp_path, write_texts(tmp_path / "text", files=5)))
+    vocab.main([recipe, "vocab.file=", "vocab.size=150"])
+    body = Path(recipe).read_text()
+    source = f"{{kind: text, path: {tmp_path}/text, name: text}}"
+    Path(recipe).write_text(body.replace(f"[{source}]", f"[{', '.join([source] * 20)}]"))
+    with pytest.raises(UserError, match="\n  and 11 more") as caught:
+        vocab.main([recipe, "vocab.file=", "vocab.size=150"])
+    assert caught.value.what.count("\n") == 9
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "unigram", "bpe", "byte-bpe"])
+def test_sources_without_text_make_no_vocabulary(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text(" \n\n")
+    recipe = recipe_file(tmp_path, tmp_path / "text")
+    with pytest.raises(UserError, match="the sources hold no text"):
+        vocab.main([str(recipe), "vocab.file=", f"vocab.kind={kind}"])
+    assert list((tmp_path / "run" / "vocab").iterdir()) == []
 
 
 def test_a_small_or_damaged_vocabulary_says_what_to_do(
