@@ -65,15 +65,17 @@ def _check_tokenizer(folder: Path, index: dict[str, Any]) -> Iterator[str]:
 
     wanted = index["tokenizer"]["fingerprint"]
     vocab = folder.absolute().parent.parent / "vocab"
-    for place, what in ((folder, "not the tokenizer of"), (vocab, "changed since it made")):
+    for place in (folder, vocab):
         if (place / "tokenizer.json").is_file():
             try:
                 seen = load(place).fingerprint
             except UserError as error:
-                yield f"{place / 'tokenizer.json'}: {error.what}"
+                yield error.what  # names the file
                 continue
-            if seen != wanted:
-                yield f"{place / 'tokenizer.json'}: stale: {what} {folder}"
+            if seen != wanted and place == folder:
+                yield f"{place / 'tokenizer.json'}: not the tokenizer of {folder}"
+            elif seen != wanted:
+                yield f"{folder}: stale: made with another tokenizer than {place / 'tokenizer.json'}"
 
 
 def _check_parts(folder: Path, index: dict[str, Any], quiet: bool) -> list[str]:

@@ -26,11 +26,14 @@ def main(argv: list[str]) -> int | None:
     )
     arguments = parser.parse_intermixed_args(argv)
     target = Path(arguments.target)
-    if target.is_dir() or (len(target.parts) > 1 and target.suffix != ".yaml"):
+    recipe_like = target.is_file() or target.suffix in (".yaml", ".yml") or len(target.parts) < 2
+    if target.is_dir() or not recipe_like:
         if arguments.overrides:
             raise UserError("overrides go with a recipe, not with a folder", "give the recipe")
         folders, problems = [target], []
-        if target.is_dir() and not is_set(target):
+        if not target.is_dir():
+            read_index(target)  # refuses it
+        if not is_set(target):
             folders = sets_below(target)
             if not folders:
                 raise UserError(
@@ -51,8 +54,8 @@ def main(argv: list[str]) -> int | None:
         say(f"PROBLEM {problem}")
     if problems:
         say(
-            f"{len(problems)} problems. Delete the files named and run `python -m data_prep build "
-            "RECIPE` again; what is stale or of another build goes with its whole folder."
+            f"{len(problems)} problems. Delete the files named, where they are there, and run `python -m "
+            "data_prep build RECIPE` again; what is stale or of another build goes with its whole folder."
         )
     return 1 if problems else 0
 

@@ -234,7 +234,8 @@ DAMAGE: dict[str, tuple[Damage, str]] = {
     "tokenizer changed": (
         edit("tokenizer.json", lambda d: bytes(d).replace(b"maple", b"mapel")), "tokenizer.json",
     ),
-    "vocabulary of the recipe changed": (stale_vocabulary, "stale"),
+    "index of JSON too deep": (edit("index.json", lambda d: b"[" * 99999), "not valid JSON"),
+    "vocabulary of the recipe changed": (stale_vocabulary, "shards/s: stale: made with another"),
     "README missing": (lambda f: (f / "README.md").unlink(), "README.md"),
     "held-out missing": (lambda f: shutil.rmtree(f / "held-out"), "held-out"),
     "held-out damaged": (edit("held-out/part-00000.arrow", flip(0.7)), "held-out/part-00000.arrow"),
