@@ -10,8 +10,7 @@ import numpy as np
 
 from configs import UserError, say
 from configs.objectives import pairs_at_most
-from data_prep.shard_index import HELD_OUT
-from data_prep.shards import Rows, Shards, open_shards
+from data_prep.shards import Rows, Shards, held_out, open_shards
 
 MEANING = {
     "nsp": ("B follows A", "B is from another document"),
@@ -30,12 +29,11 @@ def main(argv: list[str]) -> int | None:
     parser.add_argument("--ids", action="store_true", help="token ids too")
     arguments = parser.parse_args(argv)
     folder = Path(arguments.folder)
-    shards = open_shards(folder / HELD_OUT if arguments.held_out else folder)
+    shards = held_out(folder) if arguments.held_out else open_shards(folder)
     if arguments.rows < 0:
         raise UserError(f"--rows {arguments.rows}", "a number of rows")
-    wanted = (
-        arguments.row or np.linspace(0, shards.num_rows - 1, arguments.rows).astype(int).tolist()
-    )
+    count = min(arguments.rows, shards.num_rows)
+    wanted = arguments.row or np.linspace(0, shards.num_rows - 1, count).astype(int).tolist()
     for number in wanted:
         if not 0 <= number < shards.num_rows:
             raise UserError(f"--row {number}", f"rows go from 0 to {shards.num_rows - 1}")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,6 +19,7 @@ VERSION = 1
 INDEX, LENGTHS, HELD_OUT = "index.json", "lengths.u16", "held-out"
 SPECIAL = ("pad", "unk", "cls", "sep", "mask")
 REBUILD = "delete it and run `python -m data_prep build RECIPE` again"
+REMAKE = "run `python -m data_prep build RECIPE` again, which makes what is missing"
 
 
 def pack_bools(flags: np.ndarray) -> str:
@@ -54,11 +57,19 @@ _TOKENIZER_KEYS: dict[str, type] = {
 _PART_KEYS: dict[str, type] = {"file": str, "rows": int, "tokens": int, "bytes": int, "sha256": str}
 
 
+def unreadable(path: Path, error: OSError) -> UserError:
+    """Of a file that the system does not let us read: it may well be whole."""
+    reason = os.strerror(error.errno or 0)  # Arrow's errors name the file in theirs
+    return UserError(
+        f"{path}: cannot be read ({reason})", "check its rights, and the disk it lies on"
+    )
+
+
 def read_index(folder: Path) -> dict[str, Any]:
     """index.json of a shard folder, checked by itself (not against the files it names).
 
     Raises:
-        UserError: no folder, no index, broken JSON, another version, a missing or wrong key, an
+        UserError: no folder, no index, no right to read it, broken JSON, another version, a missing or wrong key, an
             index whose own checksum does not hold.
     """
     path = folder / INDEX
@@ -70,22 +81,23 @@ def read_index(folder: Path) -> dict[str, Any]:
         why, remedy = "a build was not finished", "python -m data_prep build RECIPE goes on"
         if not is_set(folder):
             why, sets = "not a shard folder", [str(one) for one in sets_below(folder)]
+            remedy = "name a folder that `python -m data_prep build` made: WORK_DIR/shards/SET"
             if sets:
                 more = f" (or one of {len(sets) - 4} more)" if len(sets) > 4 else ""
                 remedy = f"name a set below it: {', '.join(sets[:4])}{more}"
         raise UserError(f"{path} is missing: {why}", remedy)
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        raise unreadable(path, error) from None
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not valid JSON: {error}", REBUILD) from None
     if not isinstance(index, dict) or index.get("format") != FORMAT:
-        raise UserError(
-            f"{path}: not an index of {FORMAT}", "give a folder made by data_prep build"
-        )
+        raise UserError(f"{path}: not an index of {FORMAT}", REBUILD)
     if index.get("version") != VERSION:
         raise UserError(
             f"{path}: format version {index.get('version')}, this program reads {VERSION}",
-            "build the shards again with this version",
+            REBUILD,
         )
     _check_keys(path, index, _INDEX_KEYS, "")
     _check_keys(path, index["tokenizer"], _TOKENIZER_KEYS, "tokenizer.")
@@ -125,10 +137,12 @@ def is_set(folder: Path) -> bool:
 
 def sets_below(folder: Path) -> list[Path]:
     """Shard folders in a run or in its shards/; [] where there are none. Not their held-out/."""
-    try:
-        return [one for one in sorted([*folder.glob("*"), *folder.glob("shards/*")]) if is_set(one)]
-    except OSError:  # somebody else's
-        return []
+    found = []
+    for one in sorted([*folder.glob("*"), *folder.glob("shards/*")]):
+        with suppress(OSError):  # somebody else's, as lost+found
+            if is_set(one):
+                found.append(one)
+    return found
 
 
 def _check_keys(path: Path, values: Any, keys: dict[str, type], prefix: str) -> None:

@@ -27,9 +27,11 @@ from data_prep.shard_index import (
     INDEX,
     LENGTHS,
     REBUILD,
+    REMAKE,
     built_shards,
     read_index,
     unpack_bools,
+    unreadable,
 )
 
 _GATHER = 4096  # rows gathered at once: their index arrays stay in the cache
@@ -122,6 +124,8 @@ class _Part:
                 raise UserError(f"{path}: a part of another build ({seen or 'unmarked'})", REBUILD)
             batches = list(stream)
         except (pa.ArrowInvalid, OSError) as error:
+            if isinstance(error, OSError) and error.errno:  # of the system; Arrow's own have none
+                raise unreadable(path, error) from None
             raise UserError(f"{path}: not a readable Arrow stream: {error}", REBUILD) from None
         if sum(b.num_rows for b in batches) != entry["rows"]:
             raise UserError(
@@ -322,7 +326,7 @@ def open_shards(folder: str | Path) -> Shards:
     for name, size in expected.items():
         path = folder / name
         if not path.is_file():
-            raise UserError(f"{path} is missing (index.json lists it)", REBUILD)
+            raise UserError(f"{path} is missing (index.json lists it)", REMAKE)
         if path.stat().st_size != size:
             raise UserError(
                 f"{path}: {path.stat().st_size} bytes, index.json says {size}: truncated or replaced",
@@ -333,4 +337,7 @@ def open_shards(folder: str | Path) -> Shards:
 
 def held_out(folder: str | Path) -> Shards:
     """The held-out rows that lie inside a shard folder; errors as `open_shards`."""
-    return open_shards(Path(folder) / HELD_OUT)
+    inside = Path(folder) / HELD_OUT
+    if not inside.exists() and not read_index(Path(folder))["held_out"]:
+        raise UserError(f"{folder}: no rows were held out", "build it with a larger prep.held_out")
+    return open_shards(inside)

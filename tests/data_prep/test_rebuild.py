@@ -15,7 +15,8 @@ from configs import UserError, load_recipe
 from configs.files import lock_folder
 from configs.loading import difference
 from data_prep.settings import set_changes
-from data_prep.shard_index import read_index
+from data_prep.shard_index import REMAKE, read_index
+from data_prep.shards import open_shards
 from tests.data_prep.corpus import (
     build,
     recipe_file,
@@ -164,7 +165,10 @@ def test_damaged_intermediate_files_are_made_again(
     assert tree(build(recipe)) == expected
 
 
-@pytest.mark.parametrize("lost", ["part-00000.arrow", "lengths.u16", "index.json", "held-out"])
+@pytest.mark.parametrize(
+    "lost",
+    ["part-00000.arrow", "lengths.u16", "index.json", "held-out", "README.md", "tokenizer.json"],
+)
 def test_what_is_missing_is_made_again(tmp_path: Path, lost: str) -> None:
     recipe = recipe_file(tmp_path, write_texts(tmp_path / "text"))
     folder = build(recipe) / "len64"
@@ -173,6 +177,10 @@ def test_what_is_missing_is_made_again(tmp_path: Path, lost: str) -> None:
         shutil.rmtree(folder / lost)
     else:
         (folder / lost).unlink()
+        if lost != "index.json":
+            with pytest.raises(UserError, match=f"{lost} is missing") as caught:
+                open_shards(folder)
+            assert caught.value.remedy == REMAKE
     build(recipe)
     assert tree(folder) == before
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 from pathlib import Path
 
 import datasets
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs import UserError
-from data_prep.shard_index import HELD_OUT, pack_bools, unpack_bools
+from data_prep import inspect
+from data_prep.shard_index import HELD_OUT, pack_bools, sets_below, unpack_bools
 from data_prep.shard_writer import concatenate, take, write_folder
 from data_prep.shards import (
     Layout,
@@ -117,15 +121,58 @@ def test_word_start_and_held_out(folder: Path) -> None:
     shards = open_shards(folder)
     assert shards.word_start.tolist() == [i % 3 != 1 for i in range(shards.vocab_size)]
     assert held_out(folder).fingerprint != shards.fingerprint
-    with pytest.raises(UserError, match="no such shard folder"):
-        held_out(folder / HELD_OUT)
+
+
+@pytest.mark.parametrize("name", ["index.json", "part-00000.arrow"])
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
+def test_what_the_system_does_not_let_us_read_is_no_damage(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int
+) -> None:
+    """The remedy was to delete it."""
+
+    def refuse(path: Path | str, *_: object, **__: object) -> None:  # root may read everything
+        raise OSError(number, f"Failed to open {path}")
+
+    if name == "index.json":
+        monkeypatch.setattr(Path, "read_text", refuse)
+    else:
+        monkeypatch.setattr(pa, "memory_map", refuse)
+    with pytest.raises(UserError, match=f"{name}: cannot be read .{os.strerror(number)}") as caught:
+        open_shards(folder).rows(np.arange(3))
+    assert "check its rights" in caught.value.remedy and "delete" not in caught.value.remedy
+
+
+def test_a_set_without_held_out_rows_says_so(folder: Path) -> None:
+    for look in (held_out, lambda path: inspect.main([str(path), "--held-out"])):
+        with pytest.raises(UserError, match="no rows were held out") as caught:
+            look(folder / HELD_OUT)
+        assert "prep.held_out" in caught.value.remedy
+
+
+def test_an_unreadable_neighbour_hides_no_set(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "z"):
+        (tmp_path / "shards").mkdir(exist_ok=True)
+        (tmp_path / "shards" / name).symlink_to(folder)
+    (tmp_path / "shards" / "lost+found").mkdir()
+    stat = Path.stat
+
+    def refuse(path: Path, **options: bool) -> os.stat_result:  # root may read everything
+        if path.parent.name == "lost+found":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    assert [one.name for one in sets_below(tmp_path)] == ["a", "z"]
 
 
 def test_refusals_name_the_thing(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such shard folder"):
         open_shards(tmp_path / "nowhere")
-    with pytest.raises(UserError, match=r"index\.json is missing: not a shard folder"):
+    with pytest.raises(UserError, match=r"index\.json is missing: not a shard folder") as caught:
         open_shards(tmp_path)
+    assert "WORK_DIR/shards/SET" in caught.value.remedy  # nothing of ours is there to go on with
     with pytest.raises(IndexError, match=r"0\.\.2999"):
         open_shards(folder).rows(np.array([3000]))
 
