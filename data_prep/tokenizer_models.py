@@ -75,10 +75,12 @@ def read_vocab(path: Path) -> dict[str, int]:
         UserError: not UTF-8, an entry listed twice, a blank line between entries.
     """
     try:
-        lines = path.read_bytes().decode("utf-8").split("\n")
+        lines = path.read_bytes().decode("utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         what = f"{path}: not UTF-8 ({error})"
-        raise UserError(what, "a vocab.txt has one token a line") from None
+        remedy = f"a vocab.txt has one token a line; iconv -f utf-16 -t utf-8 {path} > NEW.txt"
+        remedy += " makes it UTF-8, if UTF-16 is what it is in"
+        raise UserError(what, remedy) from None
     lines = [line.removesuffix("\r") for line in lines]
     while lines and not lines[-1].strip():
         lines.pop()
@@ -109,6 +111,7 @@ def find_specials(
             found[role] = token
     if missing:
         remedy = "BERT needs [PAD] [UNK] [CLS] [SEP] [MASK]; `python -m data_prep vocab` trains one"
+        remedy += " when vocab.file is empty (vocab.file=)"
         raise UserError(f"{origin}: the vocabulary has no {', '.join(missing)}", remedy)
     return found
 
@@ -267,7 +270,9 @@ def _from_json(path: Path, config: VocabConfig) -> Built:
         backend = Backend.from_file(str(path))
     except Exception as error:
         remedy = "it may be cut off: get it again"
-        if not config.kind and path.parent.name == "vocab":  # work_dir's, not somebody's file
+        if path.name == "vocab.json" and (path.parent / "merges.txt").is_file():
+            remedy = f"name its folder: vocab.file={path.parent}"
+        elif not config.kind and path.parent.name == "vocab":  # work_dir's, not somebody's file
             remedy = f"delete {path.parent} and run `python -m data_prep vocab RECIPE` again"
         raise UserError(f"{path}: not a tokenizer.json ({error})", remedy) from None
     side: dict[str, object] = {}
@@ -281,11 +286,11 @@ def _from_json(path: Path, config: VocabConfig) -> Built:
     _finish(backend, specials)
     content = json.loads(path.read_text(encoding="utf-8"))
     kind = {"WordPiece": "wordpiece", "Unigram": "unigram"}.get(content["model"]["type"], "bpe")
-    if kind == "bpe" and "ByteLevel" in json.dumps(content["pre_tokenizer"]):
+    if kind == "bpe" and "ByteLevel" in json.dumps(content.get("pre_tokenizer")):
         kind = "byte-bpe"
     keep = ("do_lower_case", "strip_accents", "tokenize_chinese_chars", "add_prefix_space")
     switches = {key: side[key] for key in keep if key in side}
-    normalizer = content["normalizer"] or {}
+    normalizer = content.get("normalizer") or {}
     if normalizer.get("type") == "BertNormalizer":
         lower, strip = normalizer["lowercase"], normalizer["strip_accents"]
         switches = {

@@ -38,6 +38,49 @@ def test_damaged_files_are_named(tmp_path) -> None:
                 load(tmp_path / folder)
 
 
+def test_other_encodings_of_a_vocab_txt(tmp_path) -> None:
+    file = tmp_path / "vocab.txt"
+    text = "\n".join([*SPECIALS, "a"])
+    file.write_text(text, encoding="utf-8")
+    plain = load(VocabConfig(file=str(file)))
+    file.write_text(text, encoding="utf-8-sig")  # its first token was one of another name
+    assert load(VocabConfig(file=str(file))).fingerprint == plain.fingerprint
+    file.write_text(text, encoding="utf-16")
+    with pytest.raises(UserError, match=r"vocab\.txt: not UTF-8") as caught:
+        load(VocabConfig(file=str(file)))
+    assert f"iconv -f utf-16 -t utf-8 {file}" in caught.value.remedy
+
+
+def test_a_vocabulary_without_special_tokens_says_how_to_train_one(tmp_path) -> None:
+    (tmp_path / "vocab.txt").write_text("a\nb\n")
+    with pytest.raises(UserError, match=r"no \[PAD\]") as caught:
+        load(VocabConfig(file=str(tmp_path / "vocab.txt")))
+    assert "(vocab.file=)" in caught.value.remedy
+
+
+def test_the_vocab_json_of_a_folder_is_not_a_cut_tokenizer(tmp_path) -> None:
+    (tmp_path / "vocab.json").write_text(json.dumps(BYTES))
+    for remedy in ("it may be cut off: get it again", f"name its folder: vocab.file={tmp_path}"):
+        with pytest.raises(UserError, match="not a tokenizer.json") as caught:
+            load(VocabConfig(file=str(tmp_path / "vocab.json")))
+        assert caught.value.remedy == remedy
+        (tmp_path / "merges.txt").write_text("a b\n")
+    assert load(VocabConfig(file=str(tmp_path))).vocab_size == 8
+
+
+@pytest.mark.parametrize("kind", [models.WordPiece, models.BPE])
+def test_a_tokenizer_json_may_leave_steps_out(tmp_path, kind) -> None:
+    vocab = {token: number for number, token in enumerate([*SPECIALS, "a"])}
+    given = (vocab,) if kind is models.WordPiece else (vocab, [])
+    content = json.loads(Backend(kind(*given, unk_token="[UNK]")).to_str())
+    steps = ("normalizer", "pre_tokenizer", "post_processor", "decoder", "truncation", "padding")
+    left = {key: value for key, value in content.items() if key not in steps}
+    for name, text in (("a", content), ("b", left)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(text))
+    whole, bare = (load(VocabConfig(file=str(tmp_path / f"{name}.json"))) for name in "ab")
+    assert bare.fingerprint == whole.fingerprint and bare.vocab_size == 6
+
+
 BYTES = {token: number for number, token in enumerate((*BYTE_SPECIALS.values(), "a", "b", "ab"))}
 
 
