@@ -157,18 +157,19 @@ def _size(path: str) -> int:
 def _check_column(
     names: Sequence[str], types: Sequence[Any], path: str, config: SourceConfig
 ) -> None:
+    is_text = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
+    strings = [name for name, kind in zip(names, types) if any(is_(kind) for is_ in is_text)]
     if config.text_column not in names:
         raise UserError(
             f"{path}: no column {config.text_column!r}",
-            f"set sources.N.text_column to one of: {', '.join(names)}",
+            f"set sources.N.text_column to one of: {', '.join(strings) or 'none holds text'}; or"
+            " leave this file out: name the others in sources.N.path",
         )
-    kind = types[list(names).index(config.text_column)]
-    if not (
-        pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
-    ):
+    if config.text_column not in strings:
+        kind = types[list(names).index(config.text_column)]
         raise UserError(
             f"{path}: column {config.text_column!r} holds {kind}, not text",
-            f"set sources.N.text_column to a column of strings (columns: {', '.join(names)})",
+            f"set sources.N.text_column to a column of strings: {', '.join(strings) or 'there is none'}",
         )
 
 

@@ -46,7 +46,8 @@ def resolve(config: SourceConfig) -> list[str]:
             if not any(part.startswith(".") for part in p.relative_to(path).parts)
         )
         readme = path / "README.md"
-        text = readme.read_text(encoding="utf-8") if readme.is_file() else ""
+        # Only its YAML counts here; one letter of another encoding hides nothing of it.
+        text = readme.read_text(encoding="utf-8", errors="replace") if readme.is_file() else ""
         chosen = [path / name for name in choose(names, text, config)]
         for file in chosen:
             check_file(file, f"source {config.name or config.path!r} (kind: hub)")
@@ -73,7 +74,7 @@ def choose(names: Sequence[str], readme: str, config: SourceConfig) -> list[str]
                 f"set revision: {PARQUET_COPY} on this source (the hub's parquet copy of it)",
             )
         raise UserError(f"{where}: no data files in {config.path}", f"it reads {LOOKS_LIKE}")
-    listed, patterns = _readme_configs(readme), ["*"]
+    listed, patterns = _readme_configs(readme, where), ["*"]
     if listed:
         patterns = _listed_patterns(listed, config, where)
         data = [name for name in data if any(_matches(name, p) for p in patterns)]
@@ -82,9 +83,10 @@ def choose(names: Sequence[str], readme: str, config: SourceConfig) -> list[str]
             inside = [name for name in data if config.config in PurePosixPath(name).parts[:-1]]
             if not inside:
                 folders = sorted({PurePosixPath(n).parts[0] for n in data if "/" in n})
-                raise UserError(
-                    f"{where}: no configuration {config.config!r}", f"folders: {', '.join(folders)}"
+                remedy = (
+                    f"folders: {', '.join(folders)}" if folders else "leave sources.N.config empty"
                 )
+                raise UserError(f"{where}: no configuration {config.config!r}", remedy)
             data = inside
         data = _of_split(data, config, where)
     for group in FORMATS:
@@ -95,7 +97,13 @@ def choose(names: Sequence[str], readme: str, config: SourceConfig) -> list[str]
     raise UserError(f"{where}: no data files of split {config.split!r}", f"it reads {LOOKS_LIKE}")
 
 
-def _readme_configs(readme: str) -> list[dict[str, Any]]:
+def _not_understood(where: str) -> UserError:
+    return UserError(
+        f"{where}: README.md: configs not understood", "name the files in sources.N.path"
+    )
+
+
+def _readme_configs(readme: str, where: str) -> list[dict[str, Any]]:
     """`configs` of the YAML at the top of a README.md."""
     if not readme.startswith("---"):
         return []
@@ -103,8 +111,10 @@ def _readme_configs(readme: str) -> list[dict[str, Any]]:
         head = yaml.safe_load(readme.split("\n---", 1)[0].removeprefix("---"))
     except yaml.YAMLError:
         return []
-    configs = head.get("configs") if isinstance(head, dict) else None
-    return [one for one in configs or [] if isinstance(one, dict) and one.get("data_files")]
+    configs = (head.get("configs") if isinstance(head, dict) else None) or []
+    if not isinstance(configs, list) or not all(isinstance(one, dict) for one in configs):
+        raise _not_understood(where)
+    return [one for one in configs if one.get("data_files")]
 
 
 def _listed_patterns(listed: list[dict[str, Any]], config: SourceConfig, where: str) -> list[str]:
@@ -119,18 +129,29 @@ def _listed_patterns(listed: list[dict[str, Any]], config: SourceConfig, where: 
         shown = ", ".join(names[:20]) + (" ..." if len(names) > 20 else "")
         raise UserError(f"{where}: {missing}", f"set sources.N.config to one of: {shown}")
     files = wanted[0]["data_files"]
-    if isinstance(files, str) or (files and isinstance(files[0], str)):
+    if _is_text(files):
         files = [{"split": "train", "path": files}]
+    if not isinstance(files, list):
+        raise _not_understood(where)
     patterns: list[str] = []
     for entry in files:
+        if not isinstance(entry, dict) or not _is_text(entry.get("path")):
+            raise _not_understood(where)
         if entry.get("split", "train") == config.split:
             path = entry["path"]
-            patterns += [path] if isinstance(path, str) else list(path)
+            patterns += [path] if isinstance(path, str) else path
     patterns = [pattern.removeprefix("./") for pattern in patterns]
     if not patterns:
         splits = ", ".join(str(entry.get("split", "train")) for entry in files)
         raise UserError(f"{where}: no split {config.split!r}", f"splits: {splits}")
     return patterns
+
+
+def _is_text(value: Any) -> bool:
+    """A string, or a list of some."""
+    return isinstance(value, str) or (
+        isinstance(value, list) and value != [] and all(isinstance(one, str) for one in value)
+    )
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -185,7 +206,7 @@ def _from_hub(config: SourceConfig) -> list[str]:
         readme = ""
         if "README.md" in names:
             file = hf_hub_download(name, "README.md", repo_type="dataset", revision=revision)
-            readme = Path(file).read_text(encoding="utf-8")
+            readme = Path(file).read_text(encoding="utf-8", errors="replace")
         chosen = choose(names, readme, config)
         if config.streaming:
             marked = f"@{revision.replace('/', '%2F')}" if revision else ""

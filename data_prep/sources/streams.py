@@ -38,9 +38,10 @@ def reading(path: str | Path) -> Iterator[None]:
         yield
     except (OSError, EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError) as error:
         text = f"{type(error).__name__}: {error}"
-        raise UserError(
-            f"{path}: cannot be read ({text})", "the file is damaged or cut: get it again"
-        ) from error
+        remedy = "the file is damaged or cut: get it again"
+        if isinstance(error, PermissionError):
+            remedy = "check its rights"
+        raise UserError(f"{path}: cannot be read ({text})", remedy) from error
 
 
 def open_raw(path: str | Path) -> IO[bytes]:

@@ -104,6 +104,8 @@ def json_rows(
         remedy = (
             "kind: hub reads the key that sources.N.text_column names; the file may also be cut off"
         )
+        if line.lstrip().startswith("["):
+            remedy = f"of an array, jq -c '.[]' {piece.path} > NEW.jsonl makes one object a line"
         try:
             row = json.loads(line)
             text = row[key]

@@ -72,8 +72,12 @@ def test_column_mapping(tmp_path) -> None:
         assert texts(files[name], text_column="body") == TEXTS
         with pytest.raises(UserError, match=rf"{name}.*text"):
             read(files[name])
-    with pytest.raises(UserError, match="holds int64, not text"):
+    with pytest.raises(UserError, match="holds int64, not text") as caught:
         read(files["a.parquet"], text_column="id")
+    assert caught.value.remedy == "set sources.N.text_column to a column of strings: body"
+    with pytest.raises(UserError, match="no column 'text'") as caught:
+        read(tmp_path)
+    assert "one of: body; or leave this file out" in caught.value.remedy
 
 
 def test_damaged_files_are_named(tmp_path) -> None:
@@ -116,6 +120,15 @@ def test_json_that_is_no_text_is_refused(value, kind, tmp_path) -> None:
     assert "text_column" in error.value.remedy
 
 
+@pytest.mark.parametrize("indent", [None, 1])
+def test_an_array_of_objects_is_told_what_makes_lines_of_it(tmp_path, indent) -> None:
+    file = tmp_path / "a.json"
+    file.write_text(json.dumps([{"text": "One."}, {"text": "Two."}], indent=indent))
+    with pytest.raises(UserError, match=r"a\.json: a line is not JSON with") as caught:
+        read(file)
+    assert f"jq -c '.[]' {file}" in caught.value.remedy
+
+
 def put(path: Path, rows: list[str]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.table({"text": rows}), path)
@@ -141,6 +154,49 @@ def test_a_folder_in_the_hubs_shape(tmp_path) -> None:
     assert texts(tmp_path) == ["Ein Text.", "First text.", "Second text."]
     with pytest.raises(UserError, match=r"20231101.en[\s\S]*english, all"):
         read(tmp_path, config="20231101.en")
+
+
+FILES = "configs:\n- config_name: default\n  data_files:"
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        f"{FILES} {{train: 'train*'}}",
+        f"{FILES} 7",
+        f"{FILES}\n  - split: train",
+        f"{FILES}\n  - split: train\n    path: {{a: b}}",
+        f"{FILES}\n  - split: train\n    path: [a, 7]",
+        f"{FILES}\n  - train*\n  - {{split: test, path: x}}",
+        f"{FILES}\n  - {{split: test, path: x}}\n  - train*",
+        "configs: {default: train*}",
+        "configs: 7",
+        "configs: train*",
+        "configs: [train*]",
+    ],
+)
+def test_a_readme_that_is_not_understood_is_named(tmp_path, head) -> None:
+    put(tmp_path / "train.parquet", ["A text."])
+    (tmp_path / "README.md").write_text(f"---\n{head}\n---\n")
+    with pytest.raises(UserError, match=r"README\.md: configs not understood") as caught:
+        texts(tmp_path)
+    assert caught.value.remedy == "name the files in sources.N.path"
+    assert texts(tmp_path / "*.parquet") == ["A text."]
+
+
+def test_a_readme_of_another_encoding(tmp_path) -> None:
+    for name in ("a", "b"):
+        put(tmp_path / f"{name}.parquet", [f"Text {name}."])
+    text = f"---\nlanguage: français\n{FILES} b.parquet\n---\nEn français.\n"
+    (tmp_path / "README.md").write_text(text, encoding="latin-1")
+    assert texts(tmp_path) == ["Text b."]
+
+
+def test_a_configuration_of_a_set_without_any(tmp_path) -> None:
+    put(tmp_path / "train.parquet", ["A text."])
+    with pytest.raises(UserError, match="no configuration 'en'") as caught:
+        read(tmp_path, config="en")
+    assert caught.value.remedy == "leave sources.N.config empty"
 
 
 def test_one_format_is_read_once(tmp_path) -> None:

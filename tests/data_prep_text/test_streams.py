@@ -18,7 +18,7 @@ from configs import UserError
 from configs.schema import SourceConfig
 from data_prep.sources import Tally, open_source
 from data_prep.sources.base import Piece
-from data_prep.sources.streams import chunks_of, lines_of, read_all
+from data_prep.sources.streams import chunks_of, lines_of, read_all, reading
 
 PACK = {
     ".gz": gzip.compress,
@@ -51,6 +51,14 @@ def test_packed_files_cut_short_are_named(tmp_path: Path, kind: str, packed: str
             for unit in source.ranges():
                 for _ in source.documents(unit, Tally()):
                     pass
+
+
+def test_a_file_without_rights_is_not_called_damaged(tmp_path: Path) -> None:
+    refused = PermissionError(13, "Permission denied", "a.txt")
+    for error, remedy in ((refused, "check its rights"), (EOFError("cut"), "get it again")):
+        with pytest.raises(UserError, match=r"a\.txt: cannot be read") as caught, reading("a.txt"):
+            raise error
+        assert remedy in caught.value.remedy
 
 
 @pytest.mark.parametrize("kind", TEXTS)
