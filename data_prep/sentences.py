@@ -178,5 +178,11 @@ def read_abbreviations(path: str | Path) -> list[str]:
     file = Path(path)
     if not file.is_file():
         raise UserError(f"prep.abbreviations={path}: no such file", "one abbreviation a line")
-    lines = file.read_text(encoding="utf-8-sig").split("\n")
+    try:
+        lines = file.read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"prep.abbreviations={path}: not UTF-8 ({error})",
+            f"iconv -f latin1 -t utf-8 {path} > NEW.txt makes it UTF-8, if Latin-1 is what it is in",
+        ) from None
     return [line.strip() for line in lines if line.strip() and not line.startswith("#")]

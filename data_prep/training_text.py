@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import tempfile
 from collections import Counter
@@ -10,7 +11,7 @@ from contextlib import contextmanager
 
 from tokenizers import Tokenizer as Backend
 
-from configs import say
+from configs import UserError, say
 
 SHOWN = 40  # characters of the first word that was left out
 
@@ -55,11 +56,19 @@ def without_long_words(texts: Iterable[str], steps: Backend, longest: int) -> It
 def spooled(texts: Iterable[str]) -> Iterator[tuple[Counter[str], Iterator[str]]]:
     """How often each character is in texts, and the texts once more (from a temporary file)."""
     counts: Counter[str] = Counter()
-    with tempfile.TemporaryFile(
-        "w+", encoding="utf-8", errors="surrogatepass", newline="\n"
-    ) as file:
-        for text in texts:
-            counts.update(text)
-            file.write(text.replace("\n", " ") + "\n")
-        file.seek(0)
-        yield counts, (line.removesuffix("\n") for line in file)
+    try:
+        with tempfile.TemporaryFile(
+            "w+", encoding="utf-8", errors="surrogatepass", newline="\n"
+        ) as file:
+            for text in texts:
+                counts.update(text)
+                file.write(text.replace("\n", " ") + "\n")
+            file.seek(0)
+            yield counts, (line.removesuffix("\n") for line in file)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT) and not error.filename:
+            raise UserError(
+                f"{tempfile.gettempdir()}: {error.strerror}, for a copy of the text to train on",
+                "free some of it, name another folder with TMPDIR=..., or lower vocab.sample_mb",
+            ) from None
+        raise

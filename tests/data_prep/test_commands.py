@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import zipfile
 from pathlib import Path
 
@@ -34,8 +36,8 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(recipe_file(base, text, body))
 
 
-def archive(path: Path, members: dict[str, bytes]) -> Path:
-    with zipfile.ZipFile(path, "w") as file:
+def archive(path: Path, members: dict[str, bytes], packed: int = zipfile.ZIP_STORED) -> Path:
+    with zipfile.ZipFile(path, "w", packed) as file:
         for name, data in members.items():
             file.writestr(name, data)
     return path
@@ -65,6 +67,21 @@ def test_sample_refuses_another_archive(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"not a wheel of gensim==4\.4\.0"):
         sample.main([str(tmp_path / "text"), "--archive", str(wheel)])
     assert list((tmp_path / "text").iterdir()) == []
+
+
+@pytest.mark.parametrize("damage", ["stored", "deflated", "letters"])
+def test_sample_refuses_a_damaged_archive(tmp_path: Path, damage: str) -> None:
+    dump, news = np.random.default_rng(0).bytes(300), b"Caf\xe9.\n"
+    wheel = archive(
+        tmp_path / "w.whl", {sample.DUMP: dump, sample.NEWS: news},
+        zipfile.ZIP_DEFLATED if damage == "deflated" else zipfile.ZIP_STORED,
+    )  # fmt: skip
+    if damage != "letters":
+        data = bytearray(wheel.read_bytes())
+        data[len(sample.DUMP) + 30 : len(sample.DUMP) + 40] = b"\xff" * 10
+        wheel.write_bytes(data)
+    with pytest.raises(UserError, match=r"not a wheel of gensim==4\.4\.0"):
+        sample.main([str(tmp_path / "text"), "--archive", str(wheel)])
 
 
 def test_sample_without_a_network_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,6 +163,17 @@ def test_audit_is_one_file_with_pictures(shards: Path, tmp_path: Path) -> None:
     pairs = in_order + swapped
     assert f"{100 * in_order / pairs:.1f}% of {pairs:,} pairs: A and B in order" in page
     assert "pairs-audit.html" not in {p.name for p in (shards / "pairs").iterdir()}
+
+
+def test_audit_refuses_a_folder_before_the_work(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(audit, "report", None)
+    monkeypatch.chdir(tmp_path)
+    for out in (str(tmp_path), ".", "..", "/"):
+        with pytest.raises(UserError, match="is a folder") as caught:
+            audit.main([str(shards / "pairs"), "--out", out])
+        assert caught.value.remedy == "name a file"
 
 
 def test_vocab_is_made_once_and_refused_when_stale(
@@ -247,6 +275,18 @@ def test_many_differences_are_cut(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="\n  and 11 more") as caught:
         vocab.main([recipe, "vocab.file=", "vocab.size=150"])
     assert caught.value.what.count("\n") == 9
+
+
+def test_a_full_temporary_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = str(recipe_file(tmp_path, write_texts(tmp_path / "text", files=5)))
+    monkeypatch.setattr(
+        tempfile,
+        "TemporaryFile",
+        lambda *_, **__: os.fdopen(os.open("/dev/full", os.O_WRONLY), "w"),
+    )
+    with pytest.raises(UserError, match="No space left on device") as caught:
+        vocab.main([recipe, "vocab.file=", "vocab.size=150"])
+    assert caught.value.what.startswith(tempfile.gettempdir()) and "TMPDIR" in caught.value.remedy
 
 
 @pytest.mark.parametrize("kind", ["wordpiece", "unigram", "bpe", "byte-bpe"])

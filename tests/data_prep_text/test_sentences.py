@@ -48,6 +48,10 @@ def test_b01_the_abbreviation_list_is_configurable(tmp_path) -> None:
     assert read_abbreviations("") == []
     with pytest.raises(UserError, match="nowhere.txt"):
         read_abbreviations(tmp_path / "nowhere.txt")
+    file.write_text("ggü.\n", encoding="latin-1")
+    with pytest.raises(UserError, match=r"abbreviations\.txt: not UTF-8") as caught:
+        read_abbreviations(file)
+    assert f"iconv -f latin1 -t utf-8 {file}" in caught.value.remedy
 
 
 ONE = [
