@@ -77,9 +77,8 @@ def make_vocab(recipe: Recipe) -> Path:
             )
         say(f"{folder} is complete ({load(folder).vocab_size:,} tokens)")
         return folder
-    if (
-        folder / "tokenizer.json"
-    ).is_file() and not there:  # an imported model's, or put there by hand
+    # An imported model's, or put there by hand; beside a vocab.json of its own it has no stamp.
+    if (folder / "tokenizer.json").is_file() and not stamp.exists():
         if recipe.vocab.file and load(folder).fingerprint == tokenizer.fingerprint:
             publish_json(stamp, settings)
             say(f"{folder} is the tokenizer of vocab.file already")

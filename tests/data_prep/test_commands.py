@@ -212,6 +212,7 @@ def test_vocab_is_made_once_and_refused_when_stale(
         {"vocab.txt": "[PAD]\n", "mine.txt": "notes"},
         {"vocab.json": json.dumps({"vocab": 0} | {f"w{n}": n for n in range(1, 999)})},
         {"vocab.json": '{"a": 0}', "tokenizer.json": "{}"},
+        {"vocab.json": "{}", "tokenizer.json": "{}"},
         {".hidden": ""},
         {"folder/a.txt": ""},
     ],
