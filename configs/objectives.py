@@ -88,9 +88,10 @@ def balance_remedy(name: str, labels: Sequence[int], pair_max_length: int = 0) -
         if pair_max_length:
             key = "pair_max_length (and max_length with it, where they are the same)"
         need = f"give documents of several sentences, or a pair room for two: raise shards.{name}.{key}"
+    pairs = ", pair_max_length=0" if pair_max_length else ""
     return (
         f"{need}; or train without a next sentence: model.nsp_head=false, with "
-        f"shards.{name}.objective=full-sentences (single_prob and pair_max_length 0) built anew"
+        f"shards.{name}.objective=full-sentences, single_prob=0{pairs} built anew"
     )
 
 
