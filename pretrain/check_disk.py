@@ -32,8 +32,10 @@ def check_disk(recipe: Recipe, plan: Plan) -> None:
     need = 12 * parameter_count(plan.model) * saves
     free = shutil.disk_usage(plan.train_dir).free + bytes_left_behind(plan.train_dir)
     if need > free:
+        fewer = saves > 1 and keep > 1  # else keep is not what makes them many
+        held = f" (checkpoint.keep={keep} and one in the making)" if fewer else ""
         raise UserError(
-            f"{plan.train_dir}: {saves} more checkpoints (checkpoint.keep={keep} and one in the "
-            f"making) take {need / 1e9:.3g} GB, {free / 1e9:.3g} GB are free",
-            "free some disk, lower checkpoint.keep, or put work_dir on another disk",
+            f"{plan.train_dir}: {saves} more checkpoint{'s' * (saves > 1)}{held} "
+            f"take{'s' * (saves == 1)} {need / 1e9:.3g} GB, {free / 1e9:.3g} GB are free",
+            f"free some disk, {'lower checkpoint.keep, ' * fewer}or put work_dir on another disk",
         )

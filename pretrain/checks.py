@@ -22,6 +22,7 @@ from configs.sharing import SMALLEST, copy_engines_serve, may_share
 from data_prep.shards import Shards, open_shards
 from pretrain.check_disk import check_disk
 from pretrain.check_model import check_model
+from pretrain.check_origin import check_origin, check_same
 from pretrain.check_shards import check_built
 from pretrain.checkpoint.folder import (
     KINDS,
@@ -30,12 +31,11 @@ from pretrain.checkpoint.folder import (
     checkpoints,
     missing_kinds,
     read_meta,
-    resolve,
 )
 from pretrain.data.packing import round_up
 from pretrain.guard import StopSignals
 from pretrain.optim.apex import check_apex
-from pretrain.same_tokenizer import check_origin_tokenizer, check_run_tokenizer
+from pretrain.same_tokenizer import check_run_tokenizer
 
 CPU_MICRO_BATCH = 8192
 
@@ -158,9 +158,12 @@ def _open_all(recipe: Recipe) -> dict[str, Shards]:
         root = Path(recipe.train.shards_dir or f"{recipe.work_dir}/shards")
         folder = root / phase.shards
         if not folder.is_dir():
-            raise UserError(
-                f"{folder}: no shards", "build them first: python -m data_prep build RECIPE"
+            # A build writes into work_dir alone.
+            copied = (
+                f"copy {recipe.work_dir}/shards/{phase.shards} there, or leave train.shards_dir out"
             )
+            built = "build them first: python -m data_prep build RECIPE"
+            raise UserError(f"{folder}: no shards", copied if recipe.train.shards_dir else built)
         opened.setdefault(phase.shards, open_shards(folder))
     prints = {name: s.tokenizer_fingerprint for name, s in opened.items()}
     if len(set(prints.values())) > 1:
@@ -202,21 +205,13 @@ def _check_checkpoint(recipe: Recipe, plan: Plan) -> None:
     found = checkpoints(plan.train_dir) if recipe.checkpoint.resume else []
     if not found:
         if recipe.checkpoint.init_from:
-            folder = resolve(recipe.checkpoint.init_from)
-            meta = read_meta(folder)
-            _check_meta(meta, plan, "checkpoint.init_from")
-            plan.origin = str(meta.get("imported", {}).get("from", folder))
-            # An imported model knows no fingerprint, but its tokenizer lies beside it.
-            vocab = folder.resolve() / "../../../vocab/tokenizer.json"
-            if not meta.get("tokenizer_fingerprint") and vocab.is_file():
-                for shards in plan.shards.values():
-                    check_origin_tokenizer(vocab.resolve(), shards.folder)
+            check_origin(recipe, plan)
         return
     newest = _newest(plan, found)
     if newest is None:
         return
     step, folder, meta = newest
-    _check_meta(meta, plan, str(folder))
+    check_same(meta, plan, str(folder))
     absent = missing_kinds(meta, KINDS)
     if absent and step > 0:
         raise UserError(
@@ -275,36 +270,6 @@ def _decides(recipe: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:
     keys = ("precision", "nsp_weight", "max_minutes")  # the rates follow the time
     of_train = {f"train.{key}": train.get(key) for key in keys}
     return {**kept, "model": model, **of_train}
-
-
-def _check_meta(meta: Mapping[str, Any], plan: Plan, where: str) -> None:
-    theirs, ours = meta["model"], to_dict(plan.model)
-    shape = ("vocab_size", "hidden_size", "num_layers", "num_heads", "intermediate_size",
-             "max_position_embeddings", "type_vocab_size", "nsp_head")  # fmt: skip
-    odd = [
-        f"{k}: {theirs[k]} there, {ours[k]} here"
-        for k in shape
-        if theirs.get(k, ours[k]) != ours[k]
-    ]
-    if odd:
-        raise UserError(
-            f"{where} holds another model: {'; '.join(odd)}",
-            "use its model keys, or a new work_dir",
-        )
-    tokenizer = next(iter(plan.shards.values())).tokenizer_fingerprint
-    if meta.get("tokenizer_fingerprint") not in (None, tokenizer):
-        raise UserError(
-            f"{where} was trained with tokenizer {meta['tokenizer_fingerprint']}, the shards have {tokenizer}",
-            "use the shards it was trained on, or a new work_dir",
-        )
-    for name, fingerprint in meta.get("shards", {}).items():
-        here = plan.shards.get(name)
-        if here is not None and here.fingerprint != fingerprint:
-            raise UserError(
-                f"{where} was trained on shards/{name} with fingerprint {fingerprint}; "
-                f"{here.folder} has {here.fingerprint}",
-                "put those shards back, or use a new work_dir (checkpoint.init_from keeps the weights)",
-            )
 
 
 def _cards() -> list[int]:

@@ -22,6 +22,23 @@ def is_another(file: Path, kept: Path) -> bool:
     return file.read_bytes() != kept.read_bytes() and vocabulary(file) != vocabulary(kept)
 
 
+def _fault(file: Path) -> str:
+    """Why it cannot be read, "" if it can."""
+    try:
+        vocabulary(file)
+    except UserError as error:
+        return error.what
+    return ""
+
+
+def anew_with(file: Path | str) -> str:
+    """The remedy for shards of another tokenizer than `file`: a vocabulary that is there stays."""
+    return (
+        f"build the shards with the model's own in a new work_dir, both with vocab.file={file}: "
+        "python -m data_prep vocab RECIPE, then build RECIPE"
+    )
+
+
 def check_run_tokenizer(file: Path, shards: Path) -> None:
     """The run's tokenizer.json goes into the exported model: it must be that of the shards, or the
     mistake would come out after the training.
@@ -30,15 +47,17 @@ def check_run_tokenizer(file: Path, shards: Path) -> None:
         UserError: it cannot be read, or has other entries than the one kept with the shards.
     """
     kept = shards / file.name
-    if not kept.is_file():
+    if not kept.is_file() or file.read_bytes() == kept.read_bytes():
         return
-    remedy = f"put the right one back: cp {kept} {file}"
-    try:
-        another = is_another(file, kept)
-    except UserError as error:
-        raise UserError(error.what, remedy) from None
-    if another:
-        raise UserError(f"{file} is not the tokenizer that {shards} was built with", remedy)
+    right = f"put the right one back: cp {kept} {file}"
+    back = f"put it back: cp {file} {kept}, or delete {shards} and build it anew"
+    broken, kept_broken = _fault(file), _fault(kept)
+    if kept_broken:  # only one that can be read is copied over the other
+        raise UserError(kept_broken, f"restore it and {file}" if broken else back)
+    if broken:
+        raise UserError(broken, right)
+    if is_another(file, kept):
+        raise UserError(f"{file} is not the tokenizer that {shards} was built with", right)
 
 
 def check_origin_tokenizer(file: Path, shards: Path) -> None:
@@ -52,5 +71,5 @@ def check_origin_tokenizer(file: Path, shards: Path) -> None:
     if kept.is_file() and is_another(file, kept):
         raise UserError(
             f"checkpoint.init_from: {file} is not the tokenizer that {shards} was built with",
-            f"build the shards with the model's own: vocab.file={file}",
+            anew_with(file),
         )

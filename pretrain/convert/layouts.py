@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from configs import UserError
+from pretrain.checkpoint.folder import resolve
 from pretrain.convert.hf import read_hf
 from pretrain.convert.megatron import megatron_folder, read_nvidia, refuse_megatron
 from pretrain.convert.source import MLM_BIAS, WORDS, SourceModel
@@ -55,6 +56,8 @@ def _read(path: Path, vocab: Path | None) -> SourceModel:
         seen = megatron_folder(path)
         if seen:
             raise refuse_megatron(path, seen)
+        if not (path / "config.json").is_file() and _is_run(path):
+            raise UserError(f"{path}: a run of ours", f"use checkpoint.init_from={path}")
         prefix = find_prefix(path)
         if prefix is not None and not (path / "config.json").is_file():
             return read_tf(prefix)
@@ -81,6 +84,13 @@ def _read(path: Path, vocab: Path | None) -> SourceModel:
     ):
         return read_hf(_download(str(path)))
     raise UserError(f"{path}: {'unknown layout' if path.exists() else 'no such file'}", _HELP)
+
+
+def _is_run(path: Path) -> bool:
+    try:
+        return resolve(path).is_dir()
+    except UserError:
+        return False
 
 
 def _download(name: str) -> Path:

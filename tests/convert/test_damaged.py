@@ -205,6 +205,14 @@ def test_foreign_model_is_refused_by_name(tmp_path: Path, hf_folder: Path, name:
     assert not (tmp_path / "out").exists()
 
 
+def test_a_run_of_ours_is_not_imported(tmp_path: Path, hf_folder: Path) -> None:
+    run = import_model(hf_folder, tmp_path / "run")
+    for path in (run, run / "train", run / "train/checkpoints/step-00000000"):
+        with pytest.raises(UserError, match="a run of ours") as caught:
+            import_model(path, tmp_path / "out")
+        assert caught.value.remedy == f"use checkpoint.init_from={path}"
+
+
 def test_a_blank_last_line_of_the_vocabulary_shifts_nothing_b07(hf_folder: Path) -> None:
     before = read_foreign(hf_folder)
     with (hf_folder / "vocab.txt").open("a") as file:

@@ -54,6 +54,44 @@ def test_a_checkpoint_of_something_else_is_refused(run):
     assert plan(run, "checkpoint.resume=false").newest == 0
 
 
+def test_weights_to_start_from_are_of_this_model_and_tokenizer_on_any_shards(run, tmp_path):
+    other = fresh(run, tmp_path / "other")
+    folder = checkpoint(other, shards={"len48": "other"})
+    start = f"checkpoint.init_from={other}"
+    assert plan(run, start).origin == str(folder)
+    with pytest.raises(UserError) as e:
+        plan(run, start, "model.hidden_size=64")
+    assert e.value.what.startswith(f"{start}/train/checkpoints/{folder.name} holds another model")
+    assert e.value.remedy == "use its model keys, or leave checkpoint.init_from out"
+    vocab = (run / "vocab").resolve() / "tokenizer.json"
+    model = checks.to_dict(plan(run).model)
+    for changes in ({"model": {**model, "vocab_size": 99}}, {"tokenizer_fingerprint": "other"}):
+        shutil.rmtree(other / "train")
+        checkpoint(other, **changes)
+        (other / "vocab").unlink()
+        with pytest.raises(UserError, match="99 there, 203 here|with tokenizer other") as e:
+            plan(run, start)
+        assert "both with vocab.file=...: python -m data_prep vocab RECIPE, then" in e.value.remedy
+        (other / "vocab").symlink_to(vocab.parent)
+        with pytest.raises(UserError) as e:
+            plan(run, start)
+        assert f"in a new work_dir, both with vocab.file={vocab}: " in e.value.remedy
+
+
+def test_no_checkpoint_to_start_from_names_the_key(run, tmp_path):
+    other = fresh(run, tmp_path / "other")
+    (checkpoint(other) / INDEX).write_text("{")
+    with pytest.raises(UserError, match=r"^checkpoint.init_from: .*checkpoint.json: ") as e:
+        plan(run, f"checkpoint.init_from={other}")
+    assert e.value.remedy == "name an older step-... folder of that run"
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text("{}")
+    for model in (tmp_path / "hf", "google-bert/bert-base-uncased"):
+        with pytest.raises(UserError, match=f"^checkpoint.init_from={model}: no complete") as e:
+            plan(run, f"checkpoint.init_from={model}")
+        assert f"`python -m pretrain import {model} OUT` makes one" in e.value.remedy
+
+
 def test_changes_of_the_recipe_are_told(run):
     checkpoint(run)
     assert not plan(run).warnings
@@ -178,15 +216,26 @@ def test_another_tokenizer_than_the_shards_is_refused(run, base):
     kept.write_text('{"model": {"vocab": {"[PAD]": 0, "word": 1}}}')
     ours.write_text('{"version": "1.0", "model": {"vocab": {"[PAD]": 0, "word": 1}}}')
     plan(run)  # written another way, and the same
+    good = ours.read_text()
     for text, message in (
-        ("garbage", "no readable tokenizer"),
+        ("garbage", "vocab/tokenizer.json: no readable tokenizer"),
         ("[" * 9999, "no readable tokenizer"),
         ('{"model": {"vocab": {"[PAD]": 0, "other": 1}}}', "is not the tokenizer that .*len48"),
     ):
         ours.write_text(text)
         with pytest.raises(UserError, match=message) as caught:
             plan(run)
-        assert caught.value.remedy.startswith("put the right one back: cp ")
+        assert caught.value.remedy == f"put the right one back: cp {kept} {ours}"
+    # The broken one is not copied over the good one.
+    kept.write_text("garbage")
+    ours.write_text(good)
+    with pytest.raises(UserError, match="len48/tokenizer.json: no readable tokenizer") as caught:
+        plan(run)
+    assert caught.value.remedy.startswith(f"put it back: cp {ours} {kept}, or delete {kept.parent}")
+    ours.write_text("other garbage")
+    with pytest.raises(UserError, match="no readable tokenizer") as caught:
+        plan(run)
+    assert caught.value.remedy == f"restore it and {ours}"
 
 
 def test_weights_of_another_tokenizer_of_the_same_size_are_refused(run, base, tmp_path):
@@ -216,7 +265,7 @@ def test_weights_of_another_tokenizer_of_the_same_size_are_refused(run, base, tm
         UserError, match="origin/vocab/tokenizer.json is not the tokenizer that"
     ) as e:
         plan(run, start)
-    assert f"vocab.file={ours}" in e.value.remedy
+    assert f"in a new work_dir, both with vocab.file={ours}" in e.value.remedy
 
 
 def test_a_damaged_index_is_left_to_the_trainer(run):

@@ -91,6 +91,10 @@ def test_missing_shards_and_vocabulary_are_named(run):
     with pytest.raises(UserError, match=r"shards/len32: no shards") as caught:
         plan(run)
     assert "data_prep build" in caught.value.remedy
+    with pytest.raises(UserError, match=r"elsewhere/len32: no shards") as caught:
+        plan(run, f"train.shards_dir={run / 'elsewhere'}")  # where no build writes
+    wanted = f"copy {run}/shards/len32 there, or leave train.shards_dir out"
+    assert caught.value.remedy == wanted
 
 
 def test_shards_of_two_tokenizers_are_not_mixed(run, tmp_path):
@@ -128,6 +132,21 @@ def test_too_little_disk_is_told(run, monkeypatch):
         UserError, match=r"4 more checkpoints \(checkpoint.keep=3 and one in the making\) take"
     ):
         plan(run)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "helps"),
+    [([], True), (["checkpoint.keep=1"], False), (["checkpoint.every=0"], True),
+     (["checkpoint.every=0", "train.stop_at=1", "phases=[{shards: len32, steps: 4, global_batch: 8}]"], False)],
+)  # fmt: skip
+def test_fewer_checkpoints_are_proposed_where_keep_makes_them_many(
+    overrides, helps, run, monkeypatch
+):
+    _free_disk(monkeypatch, 0)
+    with pytest.raises(UserError, match=r" [1-9] more checkpoints? .*takes? ") as caught:
+        plan(run, *overrides)
+    assert ("checkpoint.keep=" in caught.value.what) == helps
+    assert ("lower checkpoint.keep" in caught.value.remedy) == helps
 
 
 def test_memory_is_estimated_against_the_card(run, monkeypatch):
