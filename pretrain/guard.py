@@ -64,7 +64,7 @@ class LossScaler:
         if self.skipped >= self.max_skipped:
             raise TrainingStopped(
                 f"fp16 gradients overflowed in {self.skipped} updates in a row (loss scale {self.scale:g})",
-                "lower schedule.lr, or train with train.precision=bf16; "
+                "lower phases.N.schedule.lr, or train with train.precision=bf16; "
                 "guard.max_skipped_updates is the patience",
             )
 
@@ -89,6 +89,11 @@ class LossGuard:
         self.recent: deque[float] = deque(maxlen=_HISTORY)
         self.bad = self.spikes = 0
 
+    @property
+    def doubtful(self) -> bool:
+        """Updates are being skipped, and it may end in a stop; not of fp16, which skips as it goes."""
+        return self.bad > 0 and not self.scaled
+
     def check(self, step: int, loss: float, grad_norm: float) -> tuple[bool, str]:
         """(is this update applied?, what was odd about it or ""). The device decides by the same rule
         and may be ahead: no more is saved of an update that this raises for.
@@ -102,7 +107,8 @@ class LossGuard:
             if not self.scaled and self.bad >= self.config.nan_patience:
                 raise TrainingStopped(
                     f"{odd}: {self.bad} in a row (guard.nan_patience={self.config.nan_patience})",
-                    "whatever was saved is from before; lower schedule.lr or lengthen the warmup",
+                    f"go on from a checkpoint of before update {step - self.bad + 1}, with a lower "
+                    "phases.N.schedule.lr or a longer phases.N.schedule.warmup",
                 )
             return False, odd
         self.bad = 0
@@ -116,7 +122,8 @@ class LossGuard:
         if self.config.spike_patience and self.spikes >= self.config.spike_patience:
             raise TrainingStopped(
                 f"{odd}: {self.spikes} in a row (guard.spike_patience={self.config.spike_patience})",
-                "go back to an earlier checkpoint, lower schedule.lr or lengthen the warmup",
+                "go back to an earlier checkpoint, lower phases.N.schedule.lr or lengthen "
+                "phases.N.schedule.warmup",
             )
         return True, odd
 

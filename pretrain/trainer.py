@@ -143,9 +143,9 @@ class Trainer:
         return self.agreement.stopping or self.budget.over or self.budget.reached(phase.until)
 
     def leave_phase(self, index: int) -> None:
-        """Notes where a phase has ended, the next one begins there. A checkpoint of this update was
-        made before: it tells steps and time, by which the phase ends again, unless a new start
-        gives it more of either."""
+        """Notes where a phase has ended, the next one begins there. A checkpoint of this update, if
+        one was made, was made before: it tells steps and time, by which the phase ends again, unless
+        a new start gives it more of either."""
         run, plan = self.run, self.plan
         phase, planned = self.recipe.phases[index], plan.ends[index]
         plan.phase_ends.append(min(run.step, planned))
@@ -193,7 +193,9 @@ class Trainer:
         if last or (every and run.step % every == 0):
             self.evaluate()
         due = recipe.checkpoint.every and run.step % recipe.checkpoint.every == 0
-        if due or ended:
+        # Not while updates are skipped: before the guard stops the run, such checkpoints would push
+        # out the good ones. A periodic save is left out then; what a start ends with is saved.
+        if (due or ended) and not self.guard.doubtful:
             self.save()
 
     def save(self) -> None:
@@ -221,7 +223,8 @@ class Trainer:
         if damaged.item():
             raise TrainingStopped(
                 f"update {run.step} left weights or moments that are not finite: not saved",
-                "whatever was saved is from before; lower schedule.lr or lengthen the warmup",
+                "whatever was saved is from before; lower phases.N.schedule.lr or lengthen "
+                "phases.N.schedule.warmup",
             )
 
     def meta(self) -> dict[str, Any]:

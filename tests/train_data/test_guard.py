@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
+from dataclasses import asdict
 
 import pytest
 from hypothesis import given
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 
 from configs import UserError
 from configs.errors import DIVERGED_EXIT
-from configs.schema import GuardConfig
+from configs.schema import GuardConfig, PhaseConfig
 from pretrain.guard import LossGuard, LossScaler, StopSignals, TrainingStopped
 
 
@@ -63,15 +65,36 @@ def test_nan_is_skipped_and_stops_the_run_when_it_stays() -> None:
     assert not apply and "update 2" in odd
     assert guard.check(3, 5.0, math.inf)[0] is False
     assert guard.check(4, 5.0, 1.0)[0] is True  # the count starts again
+    assert not guard.doubtful
     guard.check(5, math.nan, math.nan)
     guard.check(6, math.inf, 1.0)
-    with pytest.raises(TrainingStopped, match="nan_patience=3"):
+    assert guard.doubtful
+    with pytest.raises(TrainingStopped, match="nan_patience=3") as stop:
         guard.check(7, math.nan, 1.0)
+    assert "a checkpoint of before update 5" in stop.value.remedy
 
 
 def test_with_a_loss_scaler_nan_is_the_scalers_business() -> None:
     guard = LossGuard(GuardConfig(nan_patience=3), scaled=True)
     assert [guard.check(k, math.nan, math.nan)[0] for k in range(40)] == [False] * 40
+    assert not guard.doubtful
+
+
+def test_remedies_name_keys_that_exist() -> None:
+    scaler = LossScaler(GuardConfig(max_skipped_updates=1))
+    guards = [LossGuard(GuardConfig(nan_patience=1)), LossGuard(GuardConfig(spike_patience=1))]
+    for k in range(40):
+        guards[1].check(k, 2.0, 1.0)
+    known = asdict(PhaseConfig())
+    for stop in (
+        lambda: scaler.update(True),
+        lambda: guards[0].check(1, math.nan, 1.0),
+        lambda: guards[1].check(40, 99.0, 1.0),
+    ):
+        with pytest.raises(TrainingStopped) as stopped:
+            stop()
+        keys = re.findall(r"phases\.N\.schedule\.(\w+)", stopped.value.remedy)
+        assert keys and set(keys) <= set(known["schedule"])
 
 
 def test_spikes_are_reported_and_stop_only_if_asked() -> None:
