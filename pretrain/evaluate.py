@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from data_prep.shards import Shards
+    from pretrain.downstream.blimp import Pairs
     from pretrain.evaluation import Evaluator
     from pretrain.model import BertForPreTraining
 
@@ -143,7 +144,14 @@ def evaluate(
                 f"{held_out.folder}: rows of two segments, {path} has one token type",
                 "score on a shard set of single segments (objective=single)",
             )
-    tokenizer = AutoTokenizer.from_pretrained(opened.tokenizer, use_fast=True)
+    tokenizer = cast(
+        "PreTrainedTokenizerFast", AutoTokenizer.from_pretrained(opened.tokenizer, use_fast=True)
+    )
+    pairs = None
+    if blimp:  # a file that is refused after the held-out rows would take their scores along
+        from pretrain.downstream.blimp import open_pairs
+
+        pairs = open_pairs(blimp, tokenizer, opened.config.max_position_embeddings, sample)
     model = to_model(opened.config, opened.tensors, select("auto", device)).to(device)
     if device == "cuda":
         model = model.bfloat16()
@@ -158,10 +166,8 @@ def evaluate(
 
             value, count = pseudo_perplexity(model, held_out, pseudo_rows, budget)
             scores |= {"pseudo_perplexity": value, "pseudo_tokens": count}
-    if blimp:
-        scores |= _blimp_scores(
-            model, cast("PreTrainedTokenizerFast", tokenizer), blimp, sample, budget
-        )
+    if pairs is not None:
+        scores |= _blimp_scores(model, tokenizer, pairs, budget)
     return scores
 
 
@@ -256,13 +262,11 @@ def _saturated(model: BertForPreTraining, scorer: Evaluator, device: str) -> flo
 def _blimp_scores(
     model: BertForPreTraining,
     tokenizer: PreTrainedTokenizerFast,
-    file: str,
-    sample: float,
+    pairs: Pairs,
     budget: int,
 ) -> dict[str, Any]:
-    from pretrain.downstream.blimp import read_pairs, score_pairs, summary
+    from pretrain.downstream.blimp import score_pairs, summary
 
-    pairs = read_pairs(file, sample)
     start = time.monotonic()
     result = summary(pairs, score_pairs(model, tokenizer, pairs, budget, quiet=False))
     return {

@@ -360,27 +360,27 @@ def _evaluator(plan: Plan, groups: Groups, device: torch.device) -> Evaluator | 
 
 
 def _probe(plan: Plan, groups: Groups, engine: Engine) -> Callable[[], dict[str, float]] | None:
-    """BLiMP's share of right answers in percent, over all ranks."""
+    """BLiMP's share of right answers in percent, over all ranks; the same pairs each time."""
     path = plan.recipe.train.probe
     if not path:
         return None
     from transformers import AutoTokenizer
 
-    from pretrain.downstream.blimp import probe
+    from pretrain.downstream.blimp import open_pairs, probe
 
     tokenizer: Any = AutoTokenizer.from_pretrained(f"{plan.recipe.work_dir}/vocab")
+    positions, about = plan.model.max_position_embeddings, plan.recipe.train.probe_pairs
+    try:
+        pairs = open_pairs(path, tokenizer, positions, about=about)
+    except UserError as error:
+        raise UserError(f"train.probe={error.what}", f"{error.remedy}, or leave it out") from None
 
     model: Any = engine.model
 
     def score() -> dict[str, float]:
         was_training = model.training
-        right, scored = probe(
-            model,
-            tokenizer,
-            path,
-            pairs=plan.recipe.train.probe_pairs,
-            share=(groups.dp_rank, groups.dp),
-        )
+        share = (groups.dp_rank, groups.dp)
+        right, scored = probe(model, tokenizer, pairs, share=share)
         model.train(was_training)
         counts = torch.tensor([float(right), float(scored)])
         if groups.dp > 1:

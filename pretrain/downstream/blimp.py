@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from configs import UserError
-from pretrain.downstream.pseudo import of_sentences
+from pretrain.downstream.pseudo import encode, of_sentences
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -35,8 +35,11 @@ class Pairs:
         return len(self.good)
 
 
-def read_pairs(parquet: str | Path, sample: float = 1.0, seed: int = 0) -> Pairs:
-    """BLiMP from its parquet file. sample: share of the pairs of every UID, drawn by `seed`.
+def read_pairs(
+    parquet: str | Path, sample: float = 1.0, seed: int = 0, about: int | None = None
+) -> Pairs:
+    """BLiMP from its parquet file. sample: share of the pairs of every UID, drawn by `seed`; or the
+    share that makes `about` so many.
 
     Raises:
         UserError: no such file, no parquet, a column missing, nulls in one, no pairs.
@@ -57,6 +60,8 @@ def read_pairs(parquet: str | Path, sample: float = 1.0, seed: int = 0) -> Pairs
     if holes or not table.num_rows:
         what = f"nulls in {holes[0]}" if holes else "holds no pairs"
         raise UserError(f"{parquet}: {what}", "copy it again")
+    if about is not None:
+        sample = min(1.0, about / table.num_rows)
     term, uid, good, bad = (table.column(name).to_pylist() for name in _COLUMNS)
     uids = np.array(uid)
     draw = np.random.default_rng(seed)
@@ -71,6 +76,27 @@ def read_pairs(parquet: str | Path, sample: float = 1.0, seed: int = 0) -> Pairs
         np.array([uid[i] for i in taken]),
         np.array([term[i] for i in taken]),
     )
+
+
+def open_pairs(
+    parquet: str | Path,
+    tokenizer: PreTrainedTokenizerFast,
+    positions: int,
+    sample: float = 1.0,
+    about: int | None = None,
+) -> Pairs:
+    """`read_pairs`, for a model of so many positions: what cannot be scored is refused before any
+    work is done.
+
+    Raises:
+        UserError: begins with the file; as `read_pairs`, and for a sentence that is too long.
+    """
+    pairs = read_pairs(parquet, sample, about=about)
+    try:
+        encode(tokenizer, pairs.good + pairs.bad, positions)
+    except UserError as error:
+        raise UserError(f"{parquet}: {error.what}", error.remedy) from None
+    return pairs
 
 
 def score_pairs(
@@ -97,21 +123,16 @@ def summary(pairs: Pairs, right: np.ndarray) -> dict[str, Any]:
 def probe(
     model: BertForPreTraining,
     tokenizer: PreTrainedTokenizerFast,
-    parquet: str | Path,
-    pairs: int = 1000,
+    pairs: Pairs,
     batch_tokens: int = 16384,
     share: tuple[int, int] = (0, 1),
 ) -> tuple[int, int]:
-    """(right, scored) of a fixed sample, for a probe during training; no gradient, eval mode.
+    """(right, scored) of some pairs, for a probe during training; no gradient, eval mode.
 
     Args:
-        pairs: about so many, the same number of every UID, the same ones at each call.
         share: (rank, ranks) of data parallelism: this rank scores every ranks-th pair, and the
             caller sums the two counts. Ranks of one tensor-parallel group must pass the same.
     """
-    import pyarrow.parquet as pq
-
-    keep = read_pairs(parquet, min(1.0, pairs / pq.read_metadata(parquet).num_rows))
     mine = slice(share[0], None, share[1])
-    part = Pairs(keep.good[mine], keep.bad[mine], keep.uid[mine], keep.term[mine])
+    part = Pairs(pairs.good[mine], pairs.bad[mine], pairs.uid[mine], pairs.term[mine])
     return int(score_pairs(model, tokenizer, part, batch_tokens).sum()), len(part)

@@ -44,13 +44,7 @@ def of_sentences(
         )
     if not sentences:  # the share of a rank, where there are more ranks than pairs
         return np.zeros(0)
-    encoded = [np.array(i) for i in tokenizer(sentences, return_attention_mask=False)["input_ids"]]
-    longest, positions = max(map(len, encoded)), model.config.max_position_embeddings
-    if longest > positions:
-        raise UserError(
-            f"a sentence of {longest} word pieces, the model has {positions} positions",
-            "score sentences that fit, or a model trained at a greater length",
-        )
+    encoded = encode(tokenizer, sentences, model.config.max_position_embeddings)
     inside = []
     for ids in encoded:
         scored = np.zeros(len(ids), bool)
@@ -59,6 +53,19 @@ def of_sentences(
     return log_likelihoods(
         model, tokenizer.mask_token_id, encoded, inside, None, batch_tokens, quiet
     )
+
+
+def encode(
+    tokenizer: PreTrainedTokenizerFast, sentences: list[str], positions: int
+) -> list[np.ndarray]:
+    """Word pieces of each sentence; UserError for one that has more than the model has positions."""
+    encoded = [np.array(i) for i in tokenizer(sentences, return_attention_mask=False)["input_ids"]]
+    if (longest := max(map(len, encoded))) > positions:
+        raise UserError(
+            f"a sentence of {longest} word pieces, the model has {positions} positions",
+            "score sentences that fit, or a model of more positions",
+        )
+    return encoded
 
 
 def pseudo_perplexity(

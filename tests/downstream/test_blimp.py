@@ -77,13 +77,14 @@ def blimp_file(folder: Path, uids: int = 3, pairs: int = 20) -> Path:
 
 def test_probe_shares_of_ranks_add_up(tmp_path: Path, model, tokenizer) -> None:
     file = blimp_file(tmp_path)
-    whole = probe(model, tokenizer, file, pairs=30)
-    shares = [probe(model, tokenizer, file, pairs=30, share=(r, 4)) for r in range(4)]
+    pairs, few = read_pairs(file, about=30), read_pairs(file, about=3)
+    whole = probe(model, tokenizer, pairs)
+    shares = [probe(model, tokenizer, pairs, share=(r, 4)) for r in range(4)]
     assert whole == tuple(map(sum, zip(*shares))) and whole[1] == 30
     model.train()
-    many = [probe(model, tokenizer, file, pairs=3, share=(r, 8)) for r in range(8)]
+    many = [probe(model, tokenizer, few, share=(r, 8)) for r in range(8)]
     assert sum(scored for _, scored in many) == 3 and many[-1] == (0, 0)
-    probe(model, tokenizer, file, pairs=3)
+    probe(model, tokenizer, few)
     assert model.training
     model.eval()
 
@@ -96,7 +97,8 @@ def test_sample_takes_the_same_share_of_every_kind(tmp_path: Path) -> None:
         "u1": 5,
         "u2": 5,
     }
-    assert sample.good == read_pairs(file, 0.25).good
+    assert sample.good == read_pairs(file, 0.25).good == read_pairs(file, about=15).good
+    assert len(read_pairs(file, about=10**6)) == 60
     assert sample.good != read_pairs(file, 0.25, seed=1).good
 
 
@@ -119,15 +121,17 @@ def test_the_real_file(real_data: Path) -> None:
 
 def test_files_that_are_not_blimp_are_named(tmp_path: Path) -> None:
     (tmp_path / "x.parquet").write_text("no")
-    with pytest.raises(UserError, match="x.parquet"):
-        read_pairs(tmp_path / "x.parquet")
+    for about in (None, 3):
+        with pytest.raises(UserError, match="x.parquet"):
+            read_pairs(tmp_path / "x.parquet", about=about)
     pq.write_table(pa.table({"UID": ["a"]}), tmp_path / "y.parquet")
     with pytest.raises(UserError, match="no column linguistics_term"):
         read_pairs(tmp_path / "y.parquet")
     table = pq.read_table(blimp_file(tmp_path))
     pq.write_table(table.slice(0, 0), tmp_path / "z.parquet")
-    with pytest.raises(UserError, match="holds no pairs"):
-        read_pairs(tmp_path / "z.parquet")
+    for about in (None, 3):
+        with pytest.raises(UserError, match="holds no pairs"):
+            read_pairs(tmp_path / "z.parquet", about=about)
     for name in ("UID", "sentence_bad"):
         at = table.column_names.index(name)
         holed = pa.array([None, *table.column(name).to_pylist()[1:]])

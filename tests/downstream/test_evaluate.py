@@ -211,7 +211,7 @@ def test_rows_that_are_not_held_out_are_said_to_be(
 
 
 def test_texts_longer_than_the_models_positions_are_refused(
-    tmp_path: Path, tiny_model: Path
+    tmp_path: Path, tiny_model: Path, shards: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size = len(json.loads((tiny_model / "tokenizer.json").read_text())["model"]["vocab"])
     folder = make_shards(
@@ -224,8 +224,16 @@ def test_texts_longer_than_the_models_positions_are_refused(
     long = pa.array(["the cat sat " * 50] + ["the cat"] * (len(table) - 1))
     at = table.column_names.index("sentence_bad")
     pq.write_table(table.set_column(at, "sentence_bad", long), tmp_path / "long.parquet")
-    with pytest.raises(UserError, match="a sentence of 152 word pieces, the model has 128"):
-        evaluate(tiny_model, blimp=str(tmp_path / "long.parquet"))
+    (tmp_path / "no.parquet").write_text("no")
+    # Before the held-out rows are scored.
+    monkeypatch.setattr("pretrain.evaluate._held_out_scores", None)
+    for name, said in (
+        ("long", "a sentence of 152 word pieces, the model has 128 positions"),
+        ("no", ""),
+    ):
+        file = tmp_path / f"{name}.parquet"
+        with pytest.raises(UserError, match=f"^{file}: {said}"):
+            evaluate(tiny_model, held_out(shards), blimp=str(file))
 
 
 @pytest.mark.parametrize("types", [1, 2])

@@ -54,6 +54,25 @@ def fresh(base: Path, folder: Path) -> Path:
     return folder
 
 
+def spell(folder: Path) -> None:
+    """A tokenizer that knows a few words and spells the others."""
+    from tokenizers import BertWordPieceTokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    words = [
+        "[PAD]",
+        "[UNK]",
+        "[CLS]",
+        "[SEP]",
+        "[MASK]",
+        *(f"##{c}" for c in "abcdefghijklmnopqrstuvwxyz"),
+    ]
+    words += list("abcdefghijklmnopqrstuvwxyz'.,") + ["the", "a", "who", "is", "was"]
+    wordpiece = BertWordPieceTokenizer({w: i for i, w in enumerate(words)})
+    marks = {f"{k}_token": f"[{k.upper()}]" for k in ("pad", "unk", "cls", "sep", "mask")}
+    PreTrainedTokenizerFast(tokenizer_object=wordpiece._tokenizer, **marks).save_pretrained(folder)
+
+
 def start(run: Path, *overrides: str, size: int = 1, accident: str = "none:0") -> list[BaseProcess]:
     """The ranks of a training, each with its output in run/rank-N.out."""
     port = str(free_port())

@@ -26,6 +26,7 @@ from tests.trainer.runs import (
     losses,
     make_run,
     output,
+    spell,
     start,
     train,
     wait_for_step,
@@ -269,6 +270,17 @@ def test_nan_in_full_precision_stops_after_the_patience(whole, tmp_path):
     assert latest(run / "train").name == "step-00000005"
 
 
+def test_no_periodic_checkpoint_is_made_while_updates_are_skipped(whole, tmp_path):
+    """With keep=1 it took the place of the last good one; what a start ends with is saved."""
+    run = fresh(whole, tmp_path / "run")
+    options = ("checkpoint.every=1", "checkpoint.keep=1")
+    assert train(run, *options, accident="nan:8") == [76], output(run)
+    assert "a checkpoint of before update 8" in output(run)
+    assert [step for step, _ in checkpoints(run / "train")] == [7]
+    assert train(run, *options, "train.stop_at=9", accident="nan:8") == [0], output(run)
+    assert latest(run / "train").name == "step-00000009"
+
+
 @pytest.mark.parametrize(("step", "size"), [(10, 2), (36, 1)])
 def test_weights_that_an_update_made_nan_are_not_saved(whole, tmp_path, step, size):
     """In the last update no later loss would show it; with two processes one alone has it."""
@@ -336,25 +348,6 @@ def test_deepspeed_runs_in_one_process(whole, tmp_path, stage):
     assert "starts: DeepSpeedEngine, tp 1 x dp 1" in output(run)
     six = {k: v for k, v in losses(whole).items() if k <= 6}
     assert losses(run) == pytest.approx(six, abs=1e-6)
-
-
-def spell(folder: Path) -> None:
-    """A tokenizer that knows a few words and spells the others."""
-    from tokenizers import BertWordPieceTokenizer
-    from transformers import PreTrainedTokenizerFast
-
-    words = [
-        "[PAD]",
-        "[UNK]",
-        "[CLS]",
-        "[SEP]",
-        "[MASK]",
-        *(f"##{c}" for c in "abcdefghijklmnopqrstuvwxyz"),
-    ]
-    words += list("abcdefghijklmnopqrstuvwxyz'.,") + ["the", "a", "who", "is", "was"]
-    wordpiece = BertWordPieceTokenizer({w: i for i, w in enumerate(words)})
-    marks = {f"{k}_token": f"[{k.upper()}]" for k in ("pad", "unk", "cls", "sep", "mask")}
-    PreTrainedTokenizerFast(tokenizer_object=wordpiece._tokenizer, **marks).save_pretrained(folder)
 
 
 def test_a_zero_shot_probe_stands_beside_the_held_out_scores(whole, tmp_path, real_data):
