@@ -188,8 +188,9 @@ def _summary(run: Run, name: str) -> dict[str, str]:
     if run.evals:
         for label, key in (("MLM loss", "mlm_loss"), ("MLM accuracy", "mlm_accuracy"),
                            ("NSP accuracy", "nsp_accuracy"), ("unigram loss", "unigram_loss")):  # fmt: skip
-            if key in run.evals[-1]:
-                row[f"held-out {label}"] = f"{run.evals[-1][key]:.4f}"
+            value = run.evals[-1].get(key)
+            if isinstance(value, int | float):
+                row[f"held-out {label}"] = f"{value:.4f}"
     for label, key, form in (("tokens/s", "tokens_per_s", ",.0f"), ("TFLOP/s", "model_tflops", ".1f"),
                              ("MFU", "mfu", ".1%"), ("waste", "packing_waste", ".2%"),
                              ("data wait", "data_wait", ".2%")):  # fmt: skip

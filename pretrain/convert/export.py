@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatch
 from functools import partial
@@ -37,8 +38,8 @@ _WRITTEN = (PROVENANCE, CARD, "config.json", "model*.safetensors*", *TOKENIZER_F
 
 def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
-    if options.shard_gb <= 0:
-        raise UserError(f"--shard-gb {options.shard_gb}", "a size above 0")
+    if not 0 < options.shard_gb < math.inf:
+        raise UserError(f"--shard-gb {options.shard_gb}", "a size above 0, as 2")
     export(
         Path(options.run),
         named(options.out),
@@ -57,6 +58,7 @@ def export(
     vocab: Path | None = None,
     shard_bytes: int = SHARD_BYTES,
     accept: Callable[[Path], object] = lambda fresh: None,
+    elsewhere: str = "name another folder",
 ) -> Path:
     """Writes `out` with weights, config, fast tokenizer and model card, and compares it by reloading.
 
@@ -68,12 +70,13 @@ def export(
         shard_bytes: larger weights are split into several safetensors files.
         accept: called with the finished folder before it takes the place of `out`, which stays as it
             was if this raises.
+        elsewhere: how the command at hand is told another `out`.
 
     Raises:
         UserError: no or damaged checkpoint, tokenizer of another size, `out` is something else,
             or the reloaded model computes something else than the trained one.
     """
-    _refuse_others(out)
+    _refuse_others(out, elsewhere)
     opened = open_model(run, vocab)
     entries = tokenizer_size(opened.tokenizer)
     if entries != opened.config.vocab_size:
@@ -90,21 +93,21 @@ def export(
         _write_small_files(fresh, opened, dtype)
         model = _write_weights(fresh, opened, dtype, shard_bytes)
         say(f"{path}: {count} tensors written; reloading with transformers to compare")
-        difference = self_check(fresh, model)
+        difference = self_check(fresh, model, path)
         del model
         sync_tree(fresh)
         accept(fresh)
-        _refuse_others(out)
+        _refuse_others(out, elsewhere)
     what = "logits differ" if dtype == "fp32" else f"logits of the model rounded to {dtype} differ"
     say(f"{out}: update {meta.get('step', 0)}, {dtype}; {what} by {difference:.1e} at most")
     return out
 
 
-def _refuse_others(out: Path) -> None:
+def _refuse_others(out: Path, elsewhere: str) -> None:
     """`out` is to be replaced: it may hold nothing but an earlier export."""
     names = {path.name for path in out.iterdir()} if out.exists() else set()
     if names and PROVENANCE not in names:
-        raise UserError(f"{out}: exists and is no earlier export", "name another folder")
+        raise UserError(f"{out}: exists and is no earlier export", elsewhere)
     others = sorted(name for name in names if not any(map(partial(fnmatch, name), _WRITTEN)))
     if CARD in names:
         written = read_json(out / PROVENANCE, f"move {out} elsewhere").get("card")
@@ -113,7 +116,7 @@ def _refuse_others(out: Path) -> None:
     if others:
         raise UserError(
             f"{out}: holds {others[0]} besides an earlier export, which would be lost",
-            "move it elsewhere, or name another folder",
+            f"move it elsewhere, or {elsewhere}",
         )
 
 

@@ -18,8 +18,10 @@ TOLERANCE = 1e-5  # of the largest logit (at least 1): fp32 in another order of 
 SHAKEN = 8  # or of what one rounding of the embeddings changes (measured: 0.2 to 1.5 times that)
 
 
-def self_check(folder: Path, model: BertForPreTraining) -> float:
+def self_check(folder: Path, model: BertForPreTraining, origin: Path | None = None) -> float:
     """Reloads `folder` with transformers and compares every logit of four random rows.
+
+    origin: what the model was read from, for a fault of its own; `folder` may be gone by then.
 
     Returns:
         The largest difference.
@@ -61,7 +63,7 @@ def self_check(folder: Path, model: BertForPreTraining) -> float:
         ours = _logits(model, micro)
         if not all(logits.isfinite().all() for logits in ours):
             raise UserError(
-                f"{folder}: the trained model's own logits are not finite; nothing was published",
+                f"{origin or folder}: the trained model's own logits are not finite; nothing was published",
                 "the training has diverged: name an older step-... folder of the run",
             )
         differences = _differences(theirs, ours)

@@ -18,7 +18,7 @@ from configs import UserError
 from configs.files import LOCK, folder_beside
 from configs.model import ModelConfig, padded_vocab
 from pretrain.checkpoint import save_logical
-from pretrain.convert.export import export
+from pretrain.convert.export import export, main
 from pretrain.convert.importing import import_model
 from pretrain.convert.native import to_model
 from pretrain.convert.opening import open_model
@@ -252,7 +252,8 @@ def test_a_model_that_computes_nan_is_refused_for_what_it_is(
 ) -> None:
     edit_weights(hf_folder, lambda t: t["bert.encoder.layer.1.output.dense.weight"].fill_(3e38))
     run = import_model(hf_folder, tmp_path / "run")
-    with pytest.raises(UserError, match="own logits are not finite") as error:
+    own = f"^{run}/train/checkpoints/step-00000000: the trained model's own logits are not finite"
+    with pytest.raises(UserError, match=own) as error:
         export(run, tmp_path / "out")
     assert "step-" in error.value.remedy and not (tmp_path / "out").exists()
 
@@ -348,6 +349,12 @@ def test_command_says_what_is_wrong_and_exits_with_2(tmp_path: Path, repo: Path)
     done = subprocess.run(command, cwd=repo, capture_output=True, text=True)
     assert done.returncode == 2 and "nowhere: no such folder" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("size", ["nan", "inf", "0", "-1"])
+def test_sizes_that_are_none_are_refused(tmp_path: Path, size: str) -> None:
+    with pytest.raises(UserError, match=f"--shard-gb {float(size)}"):
+        main([str(tmp_path), str(tmp_path / "out"), f"--shard-gb={size}"])
 
 
 def test_numpy_view_of_the_weights_is_little_endian_fp32(exported: Path) -> None:

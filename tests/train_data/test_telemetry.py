@@ -290,6 +290,14 @@ def test_plot_of_a_run_without_evaluation(tmp_path) -> None:
     assert plot_loss(load_run(tmp_path), tmp_path / "l.png").stat().st_size > 1000
 
 
+def test_a_text_where_a_held_out_score_belongs_is_left_out(tmp_path) -> None:
+    train(tmp_path)
+    with (tmp_path / "log.jsonl").open("a") as log:
+        log.write('{"kind": "eval", "step": 10, "mlm_loss": "x", "mlm_accuracy": 0.25}\n')
+    page = render([load_run(tmp_path)])
+    assert "held-out MLM accuracy" in page and "held-out MLM loss" not in page
+
+
 def test_what_is_no_run_is_named(tmp_path, repo) -> None:
     with pytest.raises(UserError, match="nothing-here"):
         load_run(tmp_path / "nothing-here")
