@@ -171,7 +171,12 @@ def _export(model: str, place: str, claim: Callable[[str], None]) -> None:
 
     run, random = split_random(model)
     target, _ = split_random(place)
-    export(Path(run), Path(target), accept=lambda fresh: claim(f"{RANDOM * random}{fresh}"))
+    export(
+        Path(run),
+        Path(target),
+        accept=lambda fresh: claim(f"{RANDOM * random}{fresh}"),
+        elsewhere="name another --out (the run is exported to OUT-model)",
+    )
 
 
 def _claim(out: Path, identity: dict[str, Any]) -> TextIO:

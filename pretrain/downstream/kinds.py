@@ -95,10 +95,11 @@ class Kind(ABC):
         if isinstance(value, int) and not isinstance(value, bool) and value in ids:
             return value
         if str(value) not in self.labels:
-            raise UserError(
-                f"{where}: label {value!r:.60} is not in the set {self._set()}",
-                "mend the row, or the training file if the class is new",
-            )
+            remedy = "mend the row, or the training file if the class is new"
+            if self.task.labels:
+                own = "; task `classify` takes labels of your own"
+                remedy = "mend the row" + own * (self.task.kind == "classify")
+            raise UserError(f"{where}: label {value!r:.60} is not in the set {self._set()}", remedy)
         return self.labels.index(str(value))
 
     def _set(self) -> str:

@@ -199,7 +199,9 @@ def check_columns(rows: list[Row], task: Task, origin: str, split: str) -> None:
     if task.kind == "question":  # its rows have been put together by read_squad
         return
     named = {"first": task.first} if task.kind != "choice" else {}  # endings have fixed names
-    if task.second and task.second != TASKS["classify"].second:  # which may be there or not
+    # Those may be there or not.
+    optional = task.kind == "choice" or task.second == TASKS["classify"].second
+    if task.second and not optional:
         named["second"] = task.second
     if split in LABELLED:
         named["label"] = task.label

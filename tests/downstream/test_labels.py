@@ -22,8 +22,16 @@ def test_labels_outside_the_set_are_named(tokenizer) -> None:
 
     with pytest.raises(
         UserError, match=r"sst-2 dev, example 2: label '2' is not in the set \{0, 1\}"
-    ):
+    ) as fixed:
         encode("sst-2", [{"sentence": "a", "label": "1"}, {"sentence": "b", "label": "2"}])
+    assert fixed.value.remedy == "mend the row; task `classify` takes labels of your own"
+    endings = {"sent1": "a", "label": 4, **{f"ending{i}": "c" for i in range(4)}}
+    with pytest.raises(UserError, match="label 4 is not in the set") as fixed:
+        encode("swag", [endings])
+    assert fixed.value.remedy == "mend the row"
+    with pytest.raises(UserError, match="label 'z' is not in the set") as own:
+        encode("classify", [{"text": "a", "label": "z"}], ["x", "y"])
+    assert "the training file if the class is new" in own.value.remedy
     with pytest.raises(UserError, match="sentence 1: tag 'B-X' is not in the set"):
         encode("ner", [{"tokens": ["a"], "tags": ["B-X"]}], ["O", "B-PER", "I-PER"])
     with pytest.raises(UserError) as error:

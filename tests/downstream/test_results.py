@@ -93,6 +93,10 @@ def test_nothing_is_exported_beside_a_folder_of_other_things(
     with pytest.raises(UserError, match="no fine-tuning folder"):
         main(command)
     assert not list(tmp_path.glob("*out-model*"))
+    (tmp_path / "out").rename(tmp_path / "out-model")
+    with pytest.raises(UserError, match="out-model: exists and is no earlier export") as refused:
+        main(command)
+    assert refused.value.remedy == "name another --out (the run is exported to OUT-model)"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -139,6 +140,14 @@ def test_columns_that_are_absent_or_asked_for_twice_are_named(
         read_splits(asked, "", dict.fromkeys(("train", "dev"), str(file)), False)
     assert str(file) in error.value.what
     assert f"{remedy}-column" in error.value.remedy and "topic" in error.value.remedy
+
+
+def test_endings_may_be_whole_sentences(tmp_path: Path) -> None:
+    """SWAG's without sent2, which --second-column may not name."""
+    row = {"sent1": "a", "label": 0, **{f"ending{i}": "c" for i in range(4)}}
+    (tmp_path / "own.jsonl").write_text(json.dumps(row))
+    files = dict.fromkeys(("train", "dev"), str(tmp_path / "own.jsonl"))
+    assert read_splits(TASKS["swag"], "", files, False)["train"] == [row]
 
 
 def test_rows_to_predict_need_no_label(tmp_path: Path) -> None:
