@@ -31,6 +31,25 @@ def check_objective(model: ModelConfig, name: str, objective: str) -> None:
         )
 
 
+def check_rows(model: ModelConfig, name: str, objective: str, max_length: int) -> None:
+    """Rows of the set `name` (of recipe.shards), of up to max_length tokens, must fit the model.
+
+    Raises:
+        UserError: more tokens than positions, two segments for one token type, or as `check_objective`.
+    """
+    if max_length > model.max_position_embeddings:
+        raise UserError(
+            f"shards.{name} has rows of up to {max_length} tokens, "
+            f"model.max_position_embeddings={model.max_position_embeddings}",
+            f"set model.max_position_embeddings to {max_length} or more",
+        )
+    if objective in PAIR_OBJECTIVES and model.type_vocab_size < 2:
+        raise UserError(
+            f"shards.{name} has rows of two segments, model.type_vocab_size=1", "set it to 2"
+        )
+    check_objective(model, name, objective)
+
+
 def check_single(name: str, shards: ShardsConfig) -> None:
     """single_prob mixes rows of one segment among pairs; pair_max_length is of the pairs among them.
 

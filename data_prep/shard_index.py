@@ -69,8 +69,8 @@ def read_index(folder: Path) -> dict[str, Any]:
     """index.json of a shard folder, checked by itself (not against the files it names).
 
     Raises:
-        UserError: no folder, no index, no right to read it, broken JSON, another version, a missing or wrong key, an
-            index whose own checksum does not hold.
+        UserError: no folder, no index, no right to read it, broken JSON, another version, a missing
+            or wrong key, an index whose own checksum does not hold.
     """
     path = folder / INDEX
     if not folder.is_dir():

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from configs.errors import UserError
 from configs.model import ModelConfig, padded_vocab, resolve_model
-from configs.objectives import PAIR_OBJECTIVES, check_labels, check_objective
+from configs.objectives import check_labels, check_rows
 from configs.schema import Recipe
 from data_prep.shards import Shards
 
@@ -46,17 +46,7 @@ def check_model(
         )
     notes = []
     for name, s in shards.items():
-        if s.max_length > model.max_position_embeddings:
-            raise UserError(
-                f"shards.{name} has rows of up to {s.max_length} tokens, "
-                f"model.max_position_embeddings={model.max_position_embeddings}",
-                f"set model.max_position_embeddings to {s.max_length} or more",
-            )
-        if s.objective in PAIR_OBJECTIVES and model.type_vocab_size < 2:
-            raise UserError(
-                f"shards.{name} has rows of two segments, model.type_vocab_size=1", "set it to 2"
-            )
-        check_objective(model, name, s.objective)
+        check_rows(model, name, s.objective, s.max_length)
         if not s.num_rows:
             raise UserError(f"{s.folder} holds no rows", "give the recipe more text")
         notes += check_labels(

@@ -107,7 +107,8 @@ def evaluate(
 
     Returns:
         The values of `pretrain.evaluation.Evaluator.run`, those of NSP only for a model with its
-        head on rows of pairs; pooler_saturated of a model with that head; pseudo_perplexity, pseudo_tokens; blimp and blimp_by_term (percent),
+        head on rows of pairs; pooler_saturated (a share, 0 to 1) of a model with that head;
+        pseudo_perplexity, pseudo_tokens; blimp and blimp_by_term (percent),
         blimp_pairs, blimp_seconds.
 
     Raises:

@@ -12,7 +12,7 @@ from pathlib import Path
 from configs import UserError
 from configs.layout import check_layout
 from configs.model import resolve_model
-from configs.objectives import PAIR_OBJECTIVES, check_objective
+from configs.objectives import check_rows
 from configs.schema import Profile, Recipe
 from configs.sharing import SMALLEST
 from configs.signals import save_signal
@@ -126,18 +126,7 @@ def _check_recipe(recipe: Recipe, world: int) -> None:
                 f"use at least {dp} rows, or fewer processes",
             )
         shards = recipe.shards[phase.shards]
-        check_objective(model, phase.shards, shards.objective)
-        if shards.max_length > model.max_position_embeddings:
-            raise UserError(
-                f"shards.{phase.shards}.max_length={shards.max_length}, "
-                f"model.max_position_embeddings={model.max_position_embeddings}",
-                f"set model.max_position_embeddings to {shards.max_length} or more",
-            )
-        if shards.objective in PAIR_OBJECTIVES and model.type_vocab_size < 2:
-            raise UserError(
-                f"shards.{phase.shards} has rows of two segments, model.type_vocab_size=1",
-                "set it to 2",
-            )
+        check_rows(model, phase.shards, shards.objective, shards.max_length)
         longest = -(-shards.max_length // SMALLEST) * SMALLEST
         if 0 < parallel.micro_batch_tokens < longest:
             raise UserError(

@@ -36,9 +36,10 @@ def deal(lengths: np.ndarray, bins: int) -> np.ndarray:
 
     Longest processing time first (Graham, 1969), a round at a time: the next `bins` rows in
     descending length go to the bins in ascending order of what they hold. That is as even as row
-    by row (bench/RESULTS.md), and takes half the time for batches of 32,000 rows and more. All bins get the same number of rows, or one
-    fewer. Early rounds need no look at the sums: they run forward and back like a snake. Where
-    bins are few and small, swaps make them even almost to the token.
+    by row (bench/RESULTS.md), and takes half the time for batches of 32,000 rows and more. All
+    bins get the same number of rows, or one fewer. Early rounds need no look at the sums: they run
+    forward and back like a snake. Where bins are few and small, swaps make them even almost to the
+    token.
     """
     order = np.argsort(-lengths.astype(np.int64), kind="stable")
     rounds = -(-len(order) // bins)

@@ -92,8 +92,11 @@ def open_pairs(
         UserError: begins with the file; as `read_pairs`, and for a sentence that is too long.
     """
     pairs = read_pairs(parquet, sample, about=about)
+    # A piece has a byte or more, so that the many short sentences need not be tokenised twice.
+    long = [text for text in pairs.good + pairs.bad if len(text.encode()) + 2 > positions]
     try:
-        encode(tokenizer, pairs.good + pairs.bad, positions)
+        if long:
+            encode(tokenizer, long, positions)
     except UserError as error:
         raise UserError(f"{parquet}: {error.what}", error.remedy) from None
     return pairs
